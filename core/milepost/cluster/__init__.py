@@ -1,0 +1,1 @@
+"""Placement and actor groups: inline or Ray."""

@@ -1,0 +1,212 @@
+"""What a plugin provides: `Component` records, and the traits planning may use of each kind.
+
+Nothing here imports torch: planning runs on traits alone. The protocols name what `build` must return; their tensor
+types live in `milepost.training` and `milepost.rollout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+
+from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from milepost.config.plan import Plan
+    from milepost.samples import Sample
+    from milepost.training.inputs import AdvantageBatch, Estimate, PolicyInputs, TokenLoss, ValueInputs
+    from milepost.recipe import Recipe
+    from milepost.weights.transport import Address, EngineInfo, Receiver, Sender, World
+
+Kind = Literal["algorithm", "advantage", "reward", "model", "transport"]
+KINDS: tuple[Kind, ...] = ("algorithm", "advantage", "reward", "model", "transport")
+
+Aggregation = Literal["sample_mean", "token_mean", "constant"]
+AdvantageInput = Literal["rewards", "token_rewards", "values", "log_probs", "ref_log_probs"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Options(BaseModel):
+    """Base class for a component's options: unknown keys are rejected and a built value never changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class NoOptions(Options):
+    """Options of a component that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmTraits:
+    """What planning needs to know of an algorithm."""
+
+    advantage: str = "group"
+    """Estimator used when the run config names none."""
+    advantage_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of that default estimator, overridden by the run config's."""
+    aggregation: Aggregation = "sample_mean"
+    critic: bool = False
+    """Needs a value network."""
+    reference: bool = False
+    """Needs reference log-probs whatever the KL coefficient."""
+    teacher: bool = False
+    """Needs teacher log-probs."""
+    group: bool = False
+    """Makes no sense with fewer than two samples per prompt."""
+    check: Callable[[Plan, Any], Iterable[str]] | None = None
+    """`check(plan, options)` yields one message per thing the algorithm cannot work with."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageTraits:
+    """What planning needs to know of an advantage estimator."""
+
+    inputs: frozenset[AdvantageInput] = frozenset({"rewards"})
+    """What the estimator reads; anything else is absent from its batch."""
+    group: bool = False
+    """Compares the samples of a group, so it wants two or more."""
+    returns: bool = False
+    """Also gives returns, which a critic is trained on."""
+    check: Callable[[Plan, Any], Iterable[str]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTraits:
+    """What planning needs to know of a reward."""
+
+    scope: Literal["sample", "group"] = "sample"
+    """Whether it scores samples one by one (`score`) or a whole group at once (`score_group`)."""
+    needs_label: bool = True
+    check: Callable[[Plan, Any], Iterable[str]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """The numbers of a model that planning uses, read from its `config.json`."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    num_parameters: int
+    tied_embeddings: bool
+    max_positions: int
+    num_experts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """What planning needs to know of a model recipe; everything is read from `config.json` in plain Python."""
+
+    architectures: tuple[str, ...]
+    """Hugging Face architecture names this recipe serves; `("*",)` is the fallback for all others."""
+    layout: Callable[[Mapping[str, Any]], ModelLayout]
+    """`layout(config)`; raises ValueError naming a value it does not understand."""
+    train_flops: Callable[[ModelLayout, int], float]
+    """`train_flops(layout, length)`: floating-point operations of forward and backward over one sequence."""
+    megatron: bool = False
+    """Whether the recipe has a Megatron half."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportTraits:
+    """What planning needs to know of a weight transport."""
+
+    colocated: Literal["required", "forbidden", "either"] = "either"
+    tensors: Literal["full", "shards"] = "full"
+    """What it asks of the weight source: whole Hugging Face tensors or shards of them."""
+    check: Callable[[Plan, Any], Iterable[str]] | None = None
+
+
+Traits = AlgorithmTraits | AdvantageTraits | RewardTraits | ModelTraits | TransportTraits
+TRAITS: dict[Kind, type[Any]] = {
+    "algorithm": AlgorithmTraits,
+    "advantage": AdvantageTraits,
+    "reward": RewardTraits,
+    "model": ModelTraits,
+    "transport": TransportTraits,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Component(Generic[T_co]):
+    """One named implementation: what it is called, how it is configured, how it is built.
+
+    `build` receives a validated instance of `options` and is the place to import the heavy half.
+    """
+
+    name: str
+    options: type[BaseModel]
+    traits: Traits
+    build: Callable[[Any], T_co]
+    summary: str
+
+
+class Algorithm(Protocol):
+    """Turns log-probs and advantages into one loss value per token."""
+
+    def policy_loss(self, inputs: PolicyInputs) -> TokenLoss:
+        """Return one unmasked loss value per local token, and metrics that are not yet reduced."""
+        ...
+
+
+@runtime_checkable
+class HasValueLoss(Protocol):
+    """An algorithm that brings its own critic loss."""
+
+    def value_loss(self, inputs: ValueInputs) -> TokenLoss:
+        """Return one unmasked loss value per local token, and metrics that are not yet reduced."""
+        ...
+
+
+class AdvantageEstimator(Protocol):
+    """Turns rewards (and values, log-probs) of a whole rollout into advantages."""
+
+    def estimate(self, batch: AdvantageBatch) -> Estimate:
+        """Return advantages for every token of the rollout, and returns where a critic is to learn them."""
+        ...
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Scores one sample; may be `async`. A mapping gives several named rewards, of which `reward` is trained on."""
+
+    def score(self, sample: Sample) -> float | Mapping[str, float] | Awaitable[float | Mapping[str, float]]:
+        """Return the score of one finished sample."""
+        ...
+
+
+@runtime_checkable
+class GroupReward(Protocol):
+    """Scores all samples of one prompt together; may be `async`."""
+
+    def score_group(self, samples: Sequence[Sample]) -> Sequence[float] | Awaitable[Sequence[float]]:
+        """Return one score per sample, in order."""
+        ...
+
+
+class Transport(Protocol):
+    """Carries weights from trainer ranks to engines; see `milepost.weights.transport` for the three sides."""
+
+    def open(self, world: World, engines: Sequence[EngineInfo]) -> Address:
+        """Controller side: agree on how ranks reach engines. The address must survive pickling."""
+        ...
+
+    def sender(self, address: Address, rank: int) -> Sender:
+        """Trainer-rank side, called on every rank, also on those that send nothing."""
+        ...
+
+    def receiver(self, address: Address, engine: int) -> Receiver | None:
+        """Engine side, for transports that need code there; None where the engine's own calls do."""
+        ...
+
+
+AlgorithmComponent = Component["Algorithm"]
+AdvantageComponent = Component["AdvantageEstimator"]
+RewardComponent = Component["Reward | GroupReward"]
+ModelComponent = Component["Recipe"]
+TransportComponent = Component["Transport"]

@@ -1,0 +1,1 @@
+"""The run config: schema, loading, plan. Imports no torch."""

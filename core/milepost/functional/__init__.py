@@ -1,0 +1,1 @@
+"""Pure functions: ratios, KL estimators, clipping, advantages, whitening, aggregation."""

@@ -1,0 +1,88 @@
+"""What a model recipe builds: how a checkpoint becomes something that trains and something that generates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class HFModel:
+    """A Hugging Face causal model taken apart, so that logits are made only in chunks, from hidden states."""
+
+    model: nn.Module
+    """The whole model, whose `named_parameters` and `state_dict` carry Hugging Face names."""
+    body: nn.Module
+    """Token ids to hidden states [B, T, H], final norm included."""
+    head: nn.Module
+    """Hidden states to logits; its `weight` is [V, H]."""
+    logit_scale: float = 1.0
+    """Logits are multiplied by this."""
+    softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap)."""
+
+
+class Decoder(Protocol):
+    """Batched single-token decoding over a static key-value cache; the local engine's model.
+
+    Rows are slots of a fixed-size cache. `prefill` fills slots from prompts; `copy` shares a prefilled prompt between
+    slots; `step` advances every active row by one token.
+    """
+
+    vocab_size: int
+
+    def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Take Hugging Face tensors in, in any order and any number of calls."""
+        ...
+
+    def finish_load(self) -> None:
+        """All tensors are in: derive what decoding needs (fused projections). Raises KeyError for a missing one."""
+        ...
+
+    def allocate(self, rows: int, positions: int) -> None:
+        """Make a cache of this many rows and positions, dropping what was there."""
+        ...
+
+    def release(self) -> None:
+        """Drop the cache."""
+        ...
+
+    def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Run prompts into the given rows; return logits [len(rows), V] float32 after each one's last token."""
+        ...
+
+    def copy_rows(self, sources: Tensor, targets: Tensor, positions: int) -> None:
+        """Copy the first `positions` cache entries of rows `sources` [n] into rows `targets` [n] (int64)."""
+        ...
+
+    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Feed one token [R] at its position [R] (int64) to rows 0..R-1; return logits [R, V] float32."""
+        ...
+
+
+class HFHalf(Protocol):
+    """The half of a recipe that the torch trainer and the local engine use."""
+
+    def load(self, path: Path, dtype: torch.dtype, device: torch.device) -> HFModel:
+        """Load a checkpoint with the attention implementation `milepost_packed` (milepost.training.packing)."""
+        ...
+
+    def decoder(self, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Decoder:
+        """Make an empty decoder for the local engine from the checkpoint's `config.json`."""
+        ...
+
+
+class MegatronHalf(Protocol):
+    """The half of a recipe that the Megatron trainer uses."""
+
+
+class Recipe(Protocol):
+    """A model family: how to load, run, convert and count it."""
+
+    hf: HFHalf
+    megatron: MegatronHalf | None

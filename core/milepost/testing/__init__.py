@@ -1,0 +1,1 @@
+"""The conformance kit: promises every plugin keeps, as functions pytest can call."""

@@ -1,0 +1,1 @@
+"""Training: batch schedule, packing, the trainer protocol and its implementations."""
