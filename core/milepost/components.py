@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict
 
 if TYPE_CHECKING:
     from milepost.config.plan import Plan
+    from milepost.recipe import Recipe
     from milepost.samples import Sample
     from milepost.training.inputs import AdvantageBatch, Estimate, PolicyInputs, TokenLoss, ValueInputs
-    from milepost.recipe import Recipe
     from milepost.weights.transport import Address, EngineInfo, Receiver, Sender, World
 
 Kind = Literal["algorithm", "advantage", "reward", "model", "transport"]
@@ -205,8 +205,8 @@ class Transport(Protocol):
         ...
 
 
-AlgorithmComponent = Component["Algorithm"]
-AdvantageComponent = Component["AdvantageEstimator"]
-RewardComponent = Component["Reward | GroupReward"]
-ModelComponent = Component["Recipe"]
-TransportComponent = Component["Transport"]
+AlgorithmComponent: TypeAlias = "Component[Algorithm]"
+AdvantageComponent: TypeAlias = "Component[AdvantageEstimator]"
+RewardComponent: TypeAlias = "Component[Reward | GroupReward]"
+ModelComponent: TypeAlias = "Component[Recipe]"
+TransportComponent: TypeAlias = "Component[Transport]"

@@ -83,7 +83,7 @@ def milepost_rewards() -> Iterable[RewardComponent]:
         @milepost.hookimpl
         def milepost_rewards():
             traits = RewardTraits(needs_label=False)
-            return [milepost.Component("short", milepost.NoOptions, traits, lambda _: Short(), "Prefers short answers.")]
+            return [milepost.Component("short", milepost.NoOptions, traits, lambda _: Short(), "Short answers.")]
     """
     return ()
 

@@ -99,9 +99,7 @@ class Sample:
         """
         count = len(self)
         if not np.array_equal(turn.tokens[:count], self.tokens):
-            raise ValueError(
-                "a later turn must begin with the tokens of the earlier ones; pass `sample.tokens` to generate"
-            )
+            raise ValueError("a later turn must begin with the earlier ones' tokens; pass `sample.tokens` to generate")
         return replace(
             turn,
             trainable=np.concatenate([self.trainable, turn.trainable[count:]]),
