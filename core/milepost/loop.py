@@ -1,0 +1,117 @@
+"""The colocated loop, top to bottom: the page to read first.
+
+One iteration: engines generate and rewards score; engines sleep; critic and actor train; the state is saved; the
+trainer makes room; the new weights go to the engines; held-out sets are evaluated. A resumed run enters right behind
+the save, so that everything after it is done once, no matter where the run was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from milepost.cluster.phases import Phase
+from milepost.config.plan import Plan
+from milepost.errors import RunError
+from milepost.rollout.evaluation import evaluate
+from milepost.rollout.generation import Rollout, rollout_metrics
+from milepost.run import Run, RunSummary
+from milepost.training.turn import Turn, advantage_metrics, train_actor, train_critic
+
+
+def train(plan: Plan, *, progress: bool = True) -> RunSummary:
+    """Train as planned, from the run folder's last checkpoint if there is one; return what came of it.
+
+    Raises CheckpointError if the run must not or cannot resume, RunError if it has to stop.
+    """
+    return asyncio.run(_train(plan, progress=progress))
+
+
+async def _train(plan: Plan, *, progress: bool) -> RunSummary:
+    async with Run.open(plan, progress=progress) as run:
+        index = run.restore()
+        if not run.is_finished(index):
+            await hand_over(run, index)
+            for index in range(index + 1, plan.num_rollouts):
+                rollout = await generate(run, index)
+                if rollout is None:
+                    break
+                learn(run, index, rollout)
+                if run.save_is_due(index):
+                    run.save()
+                if run.interrupted:
+                    break
+                await hand_over(run, index)
+        if run.interrupted:
+            run.save()
+        return run.summarise()
+
+
+async def generate(run: Run, index: int) -> Rollout | None:
+    """Generate, score and filter the groups of one rollout; None if the user interrupted it."""
+    with run.phases(Phase.GENERATE):
+        rollout = await run.until_interrupted(run.generator(index))
+    if rollout is None:
+        return None
+    metrics = rollout_metrics(rollout) | run.reward_metrics()
+    run.tracker.log("rollout", index, metrics, rollout=index)
+    run.tracker.samples(index, rollout.samples)
+    run.watch_rewards(rollout)
+    with run.phases(Phase.SLEEP):
+        await run.engine.sleep(("weights", "kv_cache", "graphs"))
+    return rollout
+
+
+def learn(run: Run, index: int, rollout: Rollout) -> None:
+    """Turn a rollout into optimizer steps: the critic's first, then the actor's."""
+    plan, trainer = run.plan, run.trainer
+    turn = Turn.begin(plan, rollout.samples, run.sample_cost)
+    turn.estimate(run.estimator)
+    if plan.needs_critic:
+        with run.phases(Phase.CRITIC):
+            trainer.onload("critic", ("weights", "gradients", "optimizer"))
+            results = train_critic(trainer, turn, run.estimator)
+            trainer.offload("critic", ("weights", "gradients", "optimizer"))
+        run.log_steps("critic", index, results)
+    if index >= plan.config.critic.warmup_rollouts or not plan.needs_critic:
+        with run.phases(Phase.ACTOR):
+            trainer.onload("actor", ("weights", "gradients", "optimizer"))
+            results = train_actor(trainer, turn, run.estimator, first=index == 0)
+        run.log_steps("actor", index, results, advantage_metrics(turn.batch))
+    run.log_performance(index, rollout)
+    run.finished_training(index)
+
+
+async def hand_over(run: Run, index: int) -> None:
+    """Give the engines the weights as they are after rollout `index` (-1: before the first), and evaluate if due."""
+    trainer, engine, phases = run.trainer, run.engine, run.phases
+    with phases(Phase.OFFLOAD):
+        for role in run.roles:
+            trainer.offload(
+                role, ("gradients", "optimizer") if role == "actor" else ("weights", "gradients", "optimizer")
+            )
+    with phases(Phase.WAKE):
+        await engine.wake(("weights",))
+    with phases(Phase.PUSH):
+        trainer.onload("actor", ("weights",))
+        report = run.push(index + 1)
+        if engine.version != index + 1:
+            raise RunError(f"the engine serves version {engine.version} after a push of version {index + 1}")
+    with phases(Phase.SERVE):
+        trainer.offload("actor", ("weights",))
+        await engine.wake(("kv_cache", "graphs"))
+    run.log_push(index, report)
+    if run.evaluation_is_due(index):
+        with phases(Phase.EVALUATE):
+            for position, held_out in enumerate(run.held_out):
+                scored = await run.until_interrupted(
+                    evaluate(
+                        engine,
+                        held_out,
+                        generate=run.generator.generate,
+                        seed=run.plan.config.run.seed,
+                        position=position,
+                    )
+                )
+                if scored is None:
+                    return
+                run.log_evaluation(index, held_out.name, *scored)
