@@ -15,7 +15,10 @@ from milepost.errors import RunError
 from milepost.rollout.evaluation import evaluate
 from milepost.rollout.generation import Rollout, rollout_metrics
 from milepost.run import Run, RunSummary
+from milepost.training.trainer import Part
 from milepost.training.turn import Turn, advantage_metrics, train_actor, train_critic
+
+EVERYTHING: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 
 
 def train(plan: Plan, *, progress: bool = True) -> RunSummary:
@@ -28,10 +31,10 @@ def train(plan: Plan, *, progress: bool = True) -> RunSummary:
 
 async def _train(plan: Plan, *, progress: bool) -> RunSummary:
     async with Run.open(plan, progress=progress) as run:
-        index = run.restore()
-        if not run.is_finished(index):
-            await hand_over(run, index)
-            for index in range(index + 1, plan.num_rollouts):
+        done = run.restore()
+        if not run.is_finished(done):
+            await hand_over(run, done)
+            for index in range(done + 1, plan.num_rollouts):
                 rollout = await generate(run, index)
                 if rollout is None:
                     break
@@ -68,13 +71,13 @@ def learn(run: Run, index: int, rollout: Rollout) -> None:
     turn.estimate(run.estimator)
     if plan.needs_critic:
         with run.phases(Phase.CRITIC):
-            trainer.onload("critic", ("weights", "gradients", "optimizer"))
+            trainer.onload("critic", EVERYTHING)
             results = train_critic(trainer, turn, run.estimator)
-            trainer.offload("critic", ("weights", "gradients", "optimizer"))
+            trainer.offload("critic", EVERYTHING)
         run.log_steps("critic", index, results)
     if index >= plan.config.critic.warmup_rollouts or not plan.needs_critic:
         with run.phases(Phase.ACTOR):
-            trainer.onload("actor", ("weights", "gradients", "optimizer"))
+            trainer.onload("actor", EVERYTHING)
             results = train_actor(trainer, turn, run.estimator, first=index == 0)
         run.log_steps("actor", index, results, advantage_metrics(turn.batch))
     run.log_performance(index, rollout)
@@ -86,9 +89,7 @@ async def hand_over(run: Run, index: int) -> None:
     trainer, engine, phases = run.trainer, run.engine, run.phases
     with phases(Phase.OFFLOAD):
         for role in run.roles:
-            trainer.offload(
-                role, ("gradients", "optimizer") if role == "actor" else ("weights", "gradients", "optimizer")
-            )
+            trainer.offload(role, ("gradients", "optimizer") if role == "actor" else EVERYTHING)
     with phases(Phase.WAKE):
         await engine.wake(("weights",))
     with phases(Phase.PUSH):

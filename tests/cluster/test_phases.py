@@ -19,7 +19,7 @@ def test_the_iteration_of_the_design_is_allowed() -> None:
     phases = Phases()
     walk(phases, *HAND_OVER, Phase.EVALUATE)
     walk(phases, Phase.GENERATE, Phase.SLEEP, Phase.CRITIC, Phase.ACTOR, Phase.SAVE, *HAND_OVER)
-    walk(phases, Phase.GENERATE, Phase.SLEEP, Phase.ACTOR, *HAND_OVER, Phase.EVALUATE, Phase.EVALUATE)
+    walk(phases, Phase.GENERATE, Phase.SLEEP, Phase.ACTOR, *HAND_OVER, Phase.EVALUATE)
     assert phases.current is Phase.EVALUATE
 
 
@@ -37,7 +37,7 @@ def test_the_iteration_of_the_design_is_allowed() -> None:
 def test_a_step_out_of_order_is_an_error_naming_what_may_come(before: tuple[Phase, ...], phase: Phase) -> None:
     phases = Phases()
     walk(phases, *before)
-    with pytest.raises(PhaseError, match=rf"phase '{phase.value}' came after '{phases.current.value}'.*followed by"):
+    with pytest.raises(PhaseError, match=rf"phase '{phase.value}' came after '{phases.current.value}'.*followed by "):
         walk(phases, phase)
 
 

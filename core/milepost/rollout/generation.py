@@ -1,7 +1,7 @@
 """One rollout: groups are generated, scored while others still generate, and filtered.
 
-What generates for one task can be replaced (`rollout.generate: module:function`); a function gets the task and an engine
-that already knows how to sample, and may call it as often as it likes (tools, several turns, several agents).
+What generates for one task can be replaced (`rollout.generate: module:function`); a function gets the task and an
+engine that already knows how to sample, and may call it as often as it likes (tools, several turns, several agents).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class RolloutGenerator:
                 break
         if kept < self.batch_size:
             raise RunError(
-                f"rollout {index}: only {kept} of {self.batch_size} groups passed the filter in {self.max_rounds} rounds "
+                f"rollout {index}: {kept} of {self.batch_size} groups passed the filter in {self.max_rounds} rounds "
                 f"(dropped: {rollout.dropped}); raise rollout.max_filter_rounds, or train on problems that are neither "
                 "always nor never solved"
             )
