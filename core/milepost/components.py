@@ -131,6 +131,19 @@ TRAITS: dict[Kind, type[Any]] = {
     "transport": TransportTraits,
 }
 
+KERNEL_KEYS: dict[Kind, frozenset[str]] = {
+    "algorithm": frozenset({"name", "aggregation", "kl_loss_coef", "kl_loss_type", "entropy_coef", "correction"}),
+    "advantage": frozenset({"name"}),
+    "reward": frozenset({"name", "timeout", "on_error", "error_budget", "workers", "placement", "memory_gb"}),
+    "model": frozenset(),
+    "transport": frozenset({"name", "verify"}),
+}
+"""Keys of each kind's config section that are the kernel's; no component's options may define them.
+
+They are the declared fields of the sections in `milepost.config.schema`. Written out here because importing the schema
+costs more than all of plugin discovery; a test holds the two together.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Component(Generic[T_co]):
