@@ -73,7 +73,11 @@ class Batch:
 
     def token_index(self, samples: Collection[int]) -> Tensor:
         """Positions [n] of the tokens of these samples, in their order."""
-        return torch.cat([torch.arange(int(self.offsets[i]), int(self.offsets[i + 1])) for i in samples])
+        chosen = torch.as_tensor(list(samples), dtype=torch.int64)
+        lengths = self.lengths[chosen]
+        ends = lengths.cumsum(0)
+        shift = self.offsets[chosen] - (ends - lengths)
+        return torch.arange(int(lengths.sum())) + torch.repeat_interleave(shift, lengths)
 
     def select(self, samples: Collection[int], names: Collection[str] | None = None) -> Batch:
         """Return the given samples alone, in the given order."""
@@ -104,7 +108,7 @@ class Trainer(Protocol):
     def forward(self, role: Role, schedule: Schedule, batch: Batch, want: Collection[Want]) -> dict[str, Tensor]:
         """Run the role over the batch with the packing of the training steps, without gradients.
 
-        Returns one flat column [N] float32 per wanted name, on the CPU, zero at each sample's first token.
+        Returns one flat column [N] float32 per wanted name, on the CPU, zero where a token is not trainable.
         """
         ...
 
