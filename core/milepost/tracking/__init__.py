@@ -1,1 +1,1 @@
-"""Where metrics go."""
+"""Where metrics go: stdout, JSON lines, W&B, TensorBoard; and what each metric means."""

@@ -1,0 +1,119 @@
+"""The tracker: what the loop calls to print and keep metrics, samples and progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from milepost.config.schema import RunConfig
+from milepost.samples import Sample
+from milepost.tracking.records import RESERVED, LineFile, Record, read_records
+from milepost.tracking.sinks import Sink, StdoutSink
+from milepost.tracking.tensorboard_sink import TensorBoardSink
+from milepost.tracking.wandb_sink import WandbSink
+
+
+class Tracker:
+    """Prints metrics and keeps them in RUN_DIR/metrics.jsonl, samples in samples.jsonl, and feeds other sinks.
+
+    Whether a run starts or resumes, call `truncate` with its first rollout before the first `log`, so that what a
+    killed process logged beyond its checkpoint is not there twice.
+    """
+
+    def __init__(self, run_dir: str | Path, *, config: RunConfig, stdout: bool = True, progress: bool = True) -> None:
+        """Open the run folder's files.
+
+        Args:
+            run_dir: the run folder, made if need be.
+            config: the resolved run config; `track` says which other sinks there are.
+            stdout: print a line per record.
+            progress: show the bars of `bar`.
+
+        Raises:
+            ConfigError: if a sink is asked for whose package is not installed.
+        """
+        self.run_dir = Path(run_dir)
+        self.progress = progress
+        self.samples_per_rollout = config.track.samples_per_rollout
+        self._sinks: list[Sink] = [StdoutSink()] if stdout else []
+        if config.track.tensorboard:
+            self._sinks.append(TensorBoardSink(self.run_dir))
+        if config.track.wandb is not None:
+            self._sinks.append(WandbSink(self.run_dir, config.track.wandb, config.model_dump(mode="json")))
+        self._metrics = LineFile(self.run_dir / "metrics.jsonl")
+        self._samples = LineFile(self.run_dir / "samples.jsonl")
+
+    def truncate(self, rollout: int) -> None:
+        """Forget everything logged at or after this rollout, and go on from there; 0 starts from nothing."""
+        self._metrics.truncate(rollout)
+        self._samples.truncate(rollout)
+        records = list(read_records(self._metrics.path))
+        for sink in self._sinks:
+            sink.rewind(records)
+
+    def log(self, kind: str, index: int, metrics: Mapping[str, float], *, rollout: int | None = None) -> None:
+        """Log metrics of one kind.
+
+        Args:
+            kind: `perf`, `rollout`, `step` or `eval`.
+            index: the optimizer step for `step`, the rollout for all others.
+            metrics: name to number; anything `float()` takes.
+            rollout: the rollout it belongs to; needed for `step`, otherwise `index`.
+
+        Raises:
+            ValueError: for a step without its rollout, or a metric that is called like a key of the line.
+        """
+        if rollout is None:
+            if kind == "step":
+                raise ValueError(f"step {index} was logged without its rollout; pass rollout=")
+            rollout = index
+        if taken := sorted(metrics.keys() & set(RESERVED)):
+            raise ValueError(f"a metric cannot be called {taken[0]!r}; give it a section, like 'train/{taken[0]}'")
+        numbers = {name: value if type(value) is int else float(value) for name, value in metrics.items()}
+        record = Record(kind, index, rollout, numbers, time.time())
+        self._metrics.append(record.to_json())
+        for sink in self._sinks:
+            sink.log(record)
+
+    def samples(self, rollout: int, samples: Sequence[Sample]) -> None:
+        """Keep `track.samples_per_rollout` of these samples, evenly spread, so that they are of different prompts."""
+        count = min(self.samples_per_rollout, len(samples))
+        for i in range(count):
+            self._samples.append(_sample_line(rollout, samples[i * len(samples) // count]))
+
+    def bar(self, total: int, desc: str, unit: str = "it") -> tqdm[Any]:
+        """Return a progress bar, which shows nothing if the tracker was made without progress."""
+        return tqdm(total=total, desc=desc, unit=unit, disable=not self.progress, leave=False, dynamic_ncols=True)
+
+    def close(self) -> None:
+        """Close files and sinks; wait until W&B has stored everything."""
+        self._metrics.close()
+        self._samples.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _sample_line(rollout: int, sample: Sample) -> dict[str, Any]:
+    prompt_len = len(sample.task.tokens)
+    return {
+        "rollout": rollout,
+        "task": sample.task.index,
+        "group": sample.group,
+        "prompt": sample.task.prompt,
+        "text": sample.text,
+        "rewards": sample.rewards,
+        "label": sample.task.label,
+        "status": str(sample.status),
+        "prompt_len": prompt_len,
+        "response_len": len(sample) - prompt_len,
+    }
