@@ -2,9 +2,9 @@
 
     python3 scripts/setup.py --extras torch [--dev] [--venv .venv]
 
-Needs nothing but Python 3.11 or newer (the Makefile looks for one). On Linux the default build of torch brings gigabytes of CUDA libraries, so
-without an NVIDIA GPU the CPU build is installed: from the package index pip is configured for if that has it, otherwise
-from --torch-index. If neither has it the setup stops, rather than falling back to CUDA.
+Needs nothing but Python 3.11 or newer; the Makefile looks for one. On Linux the default build of torch brings gigabytes
+of CUDA libraries, so without an NVIDIA GPU the CPU build is installed: from the package index pip is configured for if
+that has it, otherwise from --torch-index. If neither has it the setup stops, rather than falling back to CUDA.
 """
 
 import argparse
