@@ -6,9 +6,10 @@ and the component's own options (declared by its options model); `milepost.confi
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -18,13 +19,15 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 class Section(BaseModel):
     """Base class of all sections: unknown keys are rejected, a built value never changes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class ComponentSection(Section):
     """A section that names a component; keys that are not declared here are the component's own options."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(extra="allow")
     kind: ClassVar[str]
 
     @property
@@ -37,7 +40,7 @@ class RunSection(Section):
     """Where the run lives and what seeds it."""
 
     dir: str | None = None
-    """Run folder; default `runs/NAME` after the last run config's file name."""
+    """Run folder, from the working directory; default `runs/NAME` after the last run config's file name."""
     seed: NonNegative = 0
     """Seeds data order, sampling and initial values of new heads."""
     threads: Positive | None = None
@@ -50,7 +53,7 @@ class ModelSection(Section):
     """The policy that is trained."""
 
     path: str
-    """Hugging Face checkpoint: a local folder, or a name that `milepost prepare` has fetched."""
+    """Folder of a Hugging Face checkpoint; relative paths are taken from the last run config's folder."""
     recipe: str | None = None
     """Model recipe by name; default the one that serves the checkpoint's architecture."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -66,6 +69,17 @@ class LabelField(Section):
     """Dotted path into the row."""
     regex: str | None = None
     """Pattern searched in the text at `key`; its first group (or the whole match) is the label."""
+
+    @field_validator("regex")
+    @classmethod
+    def _compiles(cls, value: str | None) -> str | None:
+        """Refuse what is no regular expression while the run config is read."""
+        if value is not None:
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(f"expected a regular expression, but it does not compile: {error}") from None
+        return value
 
 
 class DatasetFields(Section):
@@ -95,7 +109,7 @@ class DataSection(DatasetFields):
     """Training prompts."""
 
     path: str
-    """JSONL file; relative paths are taken from the run config's folder."""
+    """JSONL file; relative paths are taken from the last run config's folder."""
     dedupe: bool = False
     """Drop rows whose prompt text occurred before, and count them."""
     shuffle: bool = True
@@ -125,7 +139,7 @@ class RolloutSection(Section):
     """Draw from the k likeliest tokens; other than 0 is refused for training."""
     min_p: Fraction = 0.0
     """Draw from tokens at least this likely beside the likeliest; other than 0 is refused for training."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a response."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, beside the model's own end tokens."""
@@ -305,6 +319,8 @@ class EngineSection(Section):
     """`local` decodes in this process; `sglang` runs servers."""
     gpus_per_engine: Positive = 1
     """GPUs of one engine."""
+    num_engines: Positive | None = None
+    """Engines; default as many as fit on the GPUs when colocated, else one."""
     max_running_requests: Positive = 512
     """Requests decoded at once; more wait."""
     options: dict[str, Any] = Field(default_factory=dict)

@@ -1,0 +1,344 @@
+"""The rules a run config must meet beyond its types: what would otherwise be a silent wrong result is a problem here.
+
+Each rule looks at one thing and reports through `Findings`; none stops the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import cast
+
+from milepost.components import (
+    AdvantageTraits,
+    AlgorithmTraits,
+    ModelLayout,
+    ModelTraits,
+    RewardTraits,
+    TransportTraits,
+)
+from milepost.config.batch import BatchIdentity
+from milepost.config.choices import Choice
+from milepost.config.loading import Loaded
+from milepost.errors import Problem
+
+
+@dataclass(slots=True)
+class Findings:
+    """Problems and warnings of planning."""
+
+    origin: Callable[[str], str]
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def problem(self, path: str, message: str) -> None:
+        """Record a problem with the value at a dotted path."""
+        self.problems.append(Problem(path, message, self.origin(path)))
+
+    def warn(self, path: str, message: str) -> None:
+        """Record something that a user should know before starting."""
+        self.warnings.append(str(Problem(path, message, self.origin(path))))
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Which roles the run has beside the actor."""
+
+    critic: bool
+    reference: bool
+    teacher: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How many ranks train and how many engines generate."""
+
+    world_size: int
+    data_parallel: int
+    num_engines: int
+
+
+def algorithm_traits(loaded: Loaded) -> AlgorithmTraits:
+    """Return the traits of the chosen algorithm."""
+    return cast("AlgorithmTraits", loaded.choices["algorithm"].component.traits)
+
+
+def advantage_traits(loaded: Loaded) -> AdvantageTraits:
+    """Return the traits of the chosen advantage estimator."""
+    return cast("AdvantageTraits", loaded.choices["advantage"].component.traits)
+
+
+def check_sampling(loaded: Loaded, found: Findings) -> None:
+    """Refuse samplers that draw from another distribution than the trainer scores."""
+    rollout = loaded.config.rollout
+    why = "is for evaluation: the trainer scores the whole distribution, so training samples must be drawn from it"
+    if rollout.temperature == 0:
+        found.problem("rollout.temperature", f"0 (greedy) {why}; give a temperature above 0")
+    for key, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        value = getattr(rollout, key)
+        if value != neutral:
+            found.problem(f"rollout.{key}", f"{value} {why}; leave it at {neutral}")
+
+
+def check_lengths(loaded: Loaded, layout: ModelLayout, found: Findings) -> int:
+    """Compare length limits with each other and with the model's positions; return the context length."""
+    config = loaded.config
+    rollout = config.rollout
+    context = rollout.max_context_len or layout.max_positions
+    whose = "rollout.max_context_len" if rollout.max_context_len else "the model's positions,"
+    if context > layout.max_positions:
+        found.problem("rollout.max_context_len", f"{context} is more than the model's {layout.max_positions} positions")
+    limits = [("rollout.max_response_len", rollout.max_response_len)]
+    for index, dataset in enumerate(config.eval.datasets):
+        if dataset.max_response_len is not None:
+            limits.append((f"eval.datasets.{index}.max_response_len", dataset.max_response_len))
+    for path, length in limits:
+        if length >= context:
+            found.problem(path, f"{length} leaves no room for a prompt within {whose} {context}")
+    prompt = config.data.max_prompt_len
+    if prompt is not None and rollout.max_response_len < context < prompt + rollout.max_response_len:
+        found.warn(
+            "data.max_prompt_len",
+            f"{prompt} prompt and {rollout.max_response_len} response tokens exceed {whose} {context}: "
+            "responses to long prompts are cut short",
+        )
+    budget = config.trainer.max_tokens_per_gpu * config.trainer.context_parallel
+    if rollout.max_response_len >= budget:
+        consequence = "stop the run" if config.trainer.overlong == "error" else "ride alone in a micro-batch"
+        found.warn(
+            "trainer.max_tokens_per_gpu",
+            f"the token budget of a micro-batch is {budget}, a response may have {rollout.max_response_len} tokens: "
+            f"samples over the budget {consequence}",
+        )
+    return context
+
+
+def check_groups(loaded: Loaded, batch: BatchIdentity, found: Findings) -> None:
+    """Want two or more samples per prompt where samples of a group are compared."""
+    if batch.samples_per_prompt >= 2:
+        return
+    for kind in ("algorithm", "advantage"):
+        choice = loaded.choices[kind]
+        if getattr(choice.component.traits, "group", False):
+            found.problem(
+                "rollout.samples_per_prompt",
+                f"{kind} {choice.name!r} compares the samples of a prompt, so it wants 2 or more; "
+                f"got {batch.samples_per_prompt}",
+            )
+            return
+
+
+def check_roles(loaded: Loaded, found: Findings) -> Roles:
+    """Decide which roles are needed, and whether what they need is there."""
+    config = loaded.config
+    algorithm, advantage = algorithm_traits(loaded), advantage_traits(loaded)
+    estimator = loaded.choices["advantage"].name
+    critic = algorithm.critic or "values" in advantage.inputs
+    reference = algorithm.reference or config.algorithm.kl_loss_coef > 0 or "ref_log_probs" in advantage.inputs
+    if critic:
+        if not advantage.returns:
+            found.problem(
+                "advantage.name",
+                f"estimator {estimator!r} gives no returns, which the critic is trained on; use one that does (gae)",
+            )
+        late = sorted({"log_probs", "ref_log_probs"} & advantage.inputs)
+        if late:
+            found.problem(
+                "advantage.name",
+                f"estimator {estimator!r} reads {' and '.join(late)}, which do not exist yet when the critic trains; "
+                "use algorithm.kl_loss_coef for a KL term",
+            )
+        if not config.trainer.offload:
+            found.warn("trainer.offload", "actor and critic share their GPUs; without offload both must fit at once")
+    elif any(loaded.origin(f"critic.{key}") for key in type(config.critic).model_fields):
+        name = loaded.choices["algorithm"].name
+        found.warn("critic", f"has no effect: algorithm {name!r} with estimator {estimator!r} has no critic")
+    if not reference and config.reference.path is not None:
+        found.warn("reference.path", "has no effect: algorithm.kl_loss_coef is 0 and nothing else reads a reference")
+    if algorithm.teacher and config.teacher.path is None:
+        name = loaded.choices["algorithm"].name
+        found.problem("teacher.path", f"required, but not given: algorithm {name!r} learns from a teacher")
+    if not algorithm.teacher and config.teacher.path is not None:
+        found.warn("teacher.path", f"has no effect: algorithm {loaded.choices['algorithm'].name!r} has no teacher")
+    return Roles(critic, reference, algorithm.teacher)
+
+
+def check_placement(loaded: Loaded, layout: ModelLayout | None, model: Choice | None, found: Findings) -> Placement:
+    """Divide the cluster between ranks and engines, and the model between ranks."""
+    config = loaded.config
+    cluster, trainer, engine = config.cluster, config.trainer, config.engine
+    total = cluster.nodes * max(cluster.gpus_per_node, 1)
+    if cluster.launcher == "inline" and total > 1:
+        path = "cluster.gpus_per_node" if cluster.gpus_per_node > 1 else "cluster.nodes"
+        found.problem(
+            path,
+            f"launcher inline is one process on one device, got {cluster.nodes} x {cluster.gpus_per_node} GPUs; "
+            "use cluster.launcher: ray",
+        )
+        total = 1
+    if config.run.device == "cpu" and cluster.gpus_per_node > 0:
+        found.problem("run.device", f"cpu contradicts cluster.gpus_per_node {cluster.gpus_per_node}; give one of them")
+    transport = cast("TransportTraits", loaded.choices["transport"].component.traits)
+    name = loaded.choices["transport"].name
+    if transport.colocated == "required" and not cluster.colocate:
+        found.problem("transport.name", f"transport {name!r} needs cluster.colocate: true, which is false")
+    if transport.colocated == "forbidden" and cluster.colocate:
+        found.problem("transport.name", f"transport {name!r} cannot be colocated; set cluster.colocate: false")
+    world, engines = _divide(loaded, total, found)
+    model_parallel = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel
+    if trainer.backend == "torch":
+        for key in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"):
+            if getattr(trainer, key) > 1:
+                found.problem(f"trainer.{key}", "is above 1, which the torch backend cannot do; use backend: megatron")
+    elif world % model_parallel:
+        found.problem(
+            "trainer.tensor_parallel",
+            f"tensor {trainer.tensor_parallel} x pipeline {trainer.pipeline_parallel} x context "
+            f"{trainer.context_parallel} = {model_parallel} does not divide the {world} training ranks",
+        )
+    if trainer.sequence_parallel and trainer.tensor_parallel == 1:
+        found.problem("trainer.sequence_parallel", "needs trainer.tensor_parallel above 1")
+    if engine.backend == "local" and engine.gpus_per_engine > 1:
+        found.problem("engine.gpus_per_engine", f"{engine.gpus_per_engine}, but a local engine runs on one device")
+    if layout is not None and model is not None:
+        _check_model_split(loaded, layout, model, found)
+    return Placement(world, max(1, world // model_parallel), engines)
+
+
+def _divide(loaded: Loaded, total: int, found: Findings) -> tuple[int, int]:
+    """Return the number of training ranks and of engines."""
+    cluster, engine = loaded.config.cluster, loaded.config.engine
+    size = engine.gpus_per_engine
+    if cluster.gpus_per_node == 0:
+        return total, engine.num_engines or 1
+    if cluster.colocate:
+        engines = engine.num_engines or max(1, total // size)
+        if total % size or engines * size > total:
+            found.problem(
+                "engine.gpus_per_engine", f"{engines} engines of {size} GPUs do not fit evenly on the {total} GPUs"
+            )
+        return total, engines
+    engines = engine.num_engines or 1
+    world = total - engines * size
+    if world < 1:
+        found.problem(
+            "cluster.colocate",
+            f"false gives engines GPUs of their own: {engines} of {size} take all of the {total} GPUs, none is left "
+            "to train",
+        )
+    return max(world, 1), engines
+
+
+def _check_model_split(loaded: Loaded, layout: ModelLayout, model: Choice, found: Findings) -> None:
+    """Check that the model can be cut the way the trainer is to cut it."""
+    trainer = loaded.config.trainer
+    if trainer.backend != "megatron":
+        return
+    if not cast("ModelTraits", model.component.traits).megatron:
+        found.problem(
+            "trainer.backend", f"megatron, but recipe {model.name!r} has no Megatron half; use backend: torch"
+        )
+    for what, count in (("attention heads", layout.num_heads), ("key-value groups", layout.num_kv_heads)):
+        if count % trainer.tensor_parallel:
+            found.problem(
+                "trainer.tensor_parallel", f"{trainer.tensor_parallel} does not divide the model's {count} {what}"
+            )
+    if layout.num_layers < trainer.pipeline_parallel:
+        found.problem(
+            "trainer.pipeline_parallel", f"{trainer.pipeline_parallel} stages, but only {layout.num_layers} layers"
+        )
+    if max(layout.num_experts, 1) % trainer.expert_parallel:
+        found.problem(
+            "trainer.expert_parallel", f"{trainer.expert_parallel} does not divide {layout.num_experts} experts"
+        )
+
+
+def check_optimizer(loaded: Loaded, total_steps: int, found: Findings) -> None:
+    """Check that the learning-rate schedule has a shape."""
+    optimizer = loaded.config.optimizer
+    decay = optimizer.decay_steps or total_steps
+    if optimizer.schedule != "constant":
+        if optimizer.warmup_steps >= decay:
+            found.problem(
+                "optimizer.warmup_steps",
+                f"{optimizer.warmup_steps} leaves nothing of the {decay} steps at whose end min_lr is reached",
+            )
+        if optimizer.min_lr > optimizer.lr:
+            found.problem("optimizer.min_lr", f"{optimizer.min_lr} is above optimizer.lr {optimizer.lr}")
+    elif optimizer.warmup_steps > total_steps:
+        found.warn("optimizer.warmup_steps", f"{optimizer.warmup_steps}, but the run has only {total_steps} steps")
+
+
+def check_correction(loaded: Loaded, found: Findings) -> None:
+    """Check the bounds of the importance correction, and that both log-probs it compares exist."""
+    correction = loaded.config.algorithm.correction
+    if correction is None:
+        return
+    if correction.low >= correction.high:
+        found.problem("algorithm.correction.low", f"{correction.low} must be below high, which is {correction.high}")
+    if loaded.config.trainer.old_log_probs == "engine":
+        found.problem(
+            "algorithm.correction",
+            "compares the trainer's log-probs with the engine's, but trainer.old_log_probs: engine takes the engine's "
+            "for both; use auto or trainer",
+        )
+
+
+def check_data(loaded: Loaded, found: Findings) -> None:
+    """Check fields of the data sections that depend on one another, and names of held-out sets."""
+    config = loaded.config
+    sections = [("data", config.data), *((f"eval.datasets.{i}", d) for i, d in enumerate(config.eval.datasets))]
+    for path, section in sections:
+        given = section.model_fields_set
+        templated = section.chat_template if "chat_template" in given else config.data.chat_template
+        for key in ("system", "chat_template_args"):
+            if key in given and getattr(section, key) and not templated:
+                found.problem(f"{path}.{key}", "has an effect only with chat_template: true")
+    names = [dataset.name for dataset in config.eval.datasets]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            first = names.index(name)
+            found.problem(
+                f"eval.datasets.{index}.name",
+                f"{name!r} is already the name of eval.datasets.{first}; metrics need names of their own",
+            )
+        if not name or any(character in name for character in "/ \t\n"):
+            found.problem(f"eval.datasets.{index}.name", f"{name!r} names metrics: no spaces, no slashes, not empty")
+    if config.eval.interval and not names:
+        found.warn("eval.interval", "has no effect: eval.datasets is empty")
+
+
+def check_labels(loaded: Loaded, found: Findings) -> None:
+    """Check that rewards which compare with a label get one."""
+    config = loaded.config
+    reward = loaded.choices["reward"]
+    places = [("data.label", config.data.label, reward)]
+    for index, dataset in enumerate(config.eval.datasets):
+        label = dataset.label if "label" in dataset.model_fields_set else config.data.label
+        places.append(
+            (f"eval.datasets.{index}.label", label, loaded.choices.get(f"eval.datasets.{index}.reward", reward))
+        )
+    for path, label, choice in places:
+        if label is None and cast("RewardTraits", choice.component.traits).needs_label:
+            found.problem(path, f"null, but reward {choice.name!r} compares responses with a label; name its field")
+
+
+def check_requirements(loaded: Loaded, found: Findings) -> None:
+    """Check `plugins.require` against the installed distributions."""
+    for text in loaded.config.plugins.require:
+        # Only runs that pin plugins need a parser for version specifiers.
+        from packaging.requirements import InvalidRequirement, Requirement
+
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement as error:
+            found.problem("plugins.require", f"{text!r} is not a requirement such as `my-rewards>=1.2`: {error}")
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            found.problem("plugins.require", f"{text!r} is not met: {requirement.name} is not installed")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            found.problem("plugins.require", f"{text!r} is not met: {requirement.name} {version} is installed")
