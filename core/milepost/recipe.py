@@ -30,22 +30,31 @@ class HFModel:
 class Decoder(Protocol):
     """Batched single-token decoding over a static key-value cache; the local engine's model.
 
-    Rows are slots of a fixed-size cache. `prefill` fills slots from prompts; `copy` shares a prefilled prompt between
-    slots; `step` advances every active row by one token.
+    Rows are slots of the cache. `prefill` fills slots from prompts; `copy_rows` shares a prefilled prompt between
+    slots; `step` advances the first rows by one token. Entry p of a row holds the keys and values of its token p.
     """
 
     vocab_size: int
+    """Rows of the output head; padded rows are tokens like others, as the trainer scores them too."""
+    device: torch.device
 
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Take Hugging Face tensors in, in any order and any number of calls."""
+        """Copy Hugging Face tensors in, in any order and any number of calls.
+
+        Raises KeyError for a name the model does not have, ValueError for another shape than the model's.
+        """
         ...
 
     def finish_load(self) -> None:
-        """All tensors are in: derive what decoding needs (fused projections). Raises KeyError for a missing one."""
+        """All tensors are in: derive what decoding needs. Raises KeyError naming those that are missing."""
+        ...
+
+    def unload(self) -> None:
+        """Drop the weights; a complete `load` and `finish_load` must come before the next token."""
         ...
 
     def allocate(self, rows: int, positions: int) -> None:
-        """Make a cache of this many rows and positions, dropping what was there."""
+        """Make room for at least this many rows and positions, keeping what the cache holds."""
         ...
 
     def release(self) -> None:
@@ -57,11 +66,14 @@ class Decoder(Protocol):
         ...
 
     def copy_rows(self, sources: Tensor, targets: Tensor, positions: int) -> None:
-        """Copy the first `positions` cache entries of rows `sources` [n] into rows `targets` [n] (int64)."""
+        """Copy the first `positions` entries of rows `sources` [n] into rows `targets` [n] (int64, no row in both)."""
         ...
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Feed one token [R] at its position [R] (int64) to rows 0..R-1; return logits [R, V] float32."""
+        """Feed one token [R] at its position [R] to rows 0..R-1; return logits [R, V] float32.
+
+        Both int64; `tokens` on the decoder's device, `positions` on the host, where its extremes are read.
+        """
         ...
 
 
@@ -73,7 +85,10 @@ class HFHalf(Protocol):
         ...
 
     def decoder(self, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Decoder:
-        """Make an empty decoder for the local engine from the checkpoint's `config.json`."""
+        """Make an empty decoder for the local engine from the checkpoint's `config.json`.
+
+        Raises ValueError naming a value of the config that it cannot serve.
+        """
         ...
 
 
@@ -84,5 +99,12 @@ class MegatronHalf(Protocol):
 class Recipe(Protocol):
     """A model family: how to load, run, convert and count it."""
 
-    hf: HFHalf
-    megatron: MegatronHalf | None
+    @property
+    def hf(self) -> HFHalf:
+        """What the torch trainer and the local engine use."""
+        ...
+
+    @property
+    def megatron(self) -> MegatronHalf | None:
+        """What the Megatron trainer uses; None where the family has no Megatron half."""
+        ...

@@ -1,0 +1,55 @@
+"""Loading any Hugging Face causal model and taking it apart: the `load` that the recipes' `hf` halves share."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from milepost.recipe import HFModel
+
+PACKED_ATTENTION = "milepost_packed"
+
+
+def load_causal_lm(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    attention: str = PACKED_ATTENTION,
+    remote_code: bool = False,
+) -> HFModel:
+    """Load the checkpoint folder `path` as an `AutoModelForCausalLM`; nothing is downloaded.
+
+    `remote_code` runs Python code that comes with the checkpoint. Raises ValueError if the model has no separate body
+    and output head.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if attention == PACKED_ATTENTION:
+        # transformers knows the implementation once this has been imported.
+        importlib.import_module("milepost.training.attention")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation=attention, trust_remote_code=remote_code, local_files_only=True
+    )
+    return take_apart(model.to(device))
+
+
+def take_apart(model: Any) -> HFModel:
+    """Return the body, the head, and what the model does to logits, of a transformers causal model.
+
+    Raises ValueError if the model has no separate body and output head.
+    """
+    body, head = model.base_model, model.get_output_embeddings()
+    if body is model or head is None:
+        raise ValueError(
+            f"{type(model).__name__} has no separate body and output head, so its logits cannot be made in chunks; "
+            "it needs a model recipe of its own"
+        )
+    config = model.config
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return HFModel(model, body, head, scale, None if softcap is None else float(softcap))

@@ -1,0 +1,32 @@
+"""The halves of the `qwen3` recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from milepost.recipe import HFModel
+from milepost.rollout.local.decoder import LeanDecoder
+from milepost.weights.hf import load_causal_lm
+
+
+class Qwen3HF:
+    """Implements `milepost.recipe.HFHalf`."""
+
+    def load(self, path: Path, dtype: torch.dtype, device: torch.device) -> HFModel:
+        """Load a Qwen3 checkpoint for training."""
+        return load_causal_lm(path, dtype, device)
+
+    def decoder(self, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> LeanDecoder:
+        """Make an empty lean decoder. Raises ValueError for sliding windows or a rotation it does not know."""
+        return LeanDecoder(config, dtype, device)
+
+
+class Qwen3Recipe:
+    """Implements `milepost.recipe.Recipe`."""
+
+    def __init__(self) -> None:
+        self.hf = Qwen3HF()
+        self.megatron = None
