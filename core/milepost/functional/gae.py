@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from milepost.functional.checks import check_flat, check_ragged
-from milepost.functional.segments import count_per_sample
+from milepost.functional.segments import sample_bounds
 
 BLOCK = 32
-"""Tokens that one row of the scan's matrix product covers; measured best at a million tokens on one core."""
+"""Tokens that one row of the matrix product covers; measured best at a million tokens in 4,096 samples, one core."""
 
 
 class Advantages(NamedTuple):
@@ -59,16 +60,17 @@ def gae(
     for name, number in (("gamma", gamma), ("lam", lam)):
         if not 0.0 <= number <= 1.0:
             raise ValueError(f"{name} is {number}, expected a number in [0, 1]")
-    counts = count_per_sample(mask, lengths)
-    positions = mask.nonzero().squeeze(1)
-    values_at = values[positions].double()
-    delta = _rewards_at(rewards, token_rewards, positions, counts) - values_at
-    _check_finite(delta, counts)
-    delta[:-1] += gamma * _cut_at_ends(values_at[1:], counts)
-    advantages_at = discounted_sums(delta, counts, gamma * lam)
-    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    advantages[positions] = advantages_at.to(values.dtype)
-    returns[positions] = (advantages_at + values_at).to(values.dtype)
+    layout = BlockLayout.of(mask, lengths)
+    padded_values = layout.pad(values)
+    delta = padded_values.new_zeros(padded_values.shape) if token_rewards is None else layout.pad(token_rewards)
+    delta[layout.last] += rewards[layout.trained].double()
+    delta -= padded_values
+    _check_finite(delta, layout)
+    delta[:-1] += gamma * padded_values[1:]
+    # The padding before a sample has now seen that sample's first value.
+    delta[layout.ends - 1] = 0.0
+    advantages = layout.unpad(_block_sums(delta, layout.blocks, gamma * lam)).to(values.dtype)
+    returns = torch.where(mask, advantages + values, advantages.new_zeros(()))
     return Advantages(advantages, returns)
 
 
@@ -104,83 +106,89 @@ def reinforce_returns(
     return gae(rewards, values, mask, lengths, gamma=gamma, lam=1.0, token_rewards=token_rewards).advantages
 
 
-def _rewards_at(rewards: Tensor, token_rewards: Tensor | None, positions: Tensor, counts: Tensor) -> Tensor:
-    """Rewards at the trainable tokens [n] float64: those of the tokens, and the outcome's at each sample's last."""
-    if token_rewards is None:
-        at = torch.zeros(len(positions), dtype=torch.float64, device=positions.device)
-    else:
-        at = token_rewards[positions].double()
-    trained = counts > 0
-    at[counts.cumsum(0)[trained] - 1] += rewards[trained].double()
-    return at
-
-
-def _check_finite(x: Tensor, counts: Tensor) -> None:
-    """Raise ValueError naming the first sample with a non-finite number, before it spreads over the others."""
-    if not bool(torch.isfinite(x.sum())):
-        token = int((~torch.isfinite(x)).nonzero()[0])
-        sample = int(torch.searchsorted(counts.cumsum(0), token, right=True))
-        raise ValueError(f"sample {sample} has a reward or value that is not finite; the critic or reward is broken")
-
-
-def _cut_at_ends(following: Tensor, counts: Tensor) -> Tensor:
-    """Zero the entries of `following` [n - 1] that belong to the next sample; entry t follows token t."""
-    following = following.clone()
-    ends = counts[counts > 0].cumsum(0)[:-1]
-    following[ends - 1] = 0.0
-    return following
-
-
-def discounted_sums(x: Tensor, counts: Tensor, decay: float) -> Tensor:
+def discounted_sums(x: Tensor, lengths: Tensor, decay: float) -> Tensor:
     """y_t = x_t + decay * y_{t+1} within each segment, starting anew in the next.
 
-    The recursion runs over the flat batch as matrix products, and what came from the next segment is taken off again:
-    decay^(tokens left) times the next segment's first sum.
-
     Args:
-        x: [n] float64, finite.
-        counts: [S] int64, length of each segment, 0 allowed; they sum to n.
+        x: [n] float.
+        lengths: [S] int64, length of each segment, 0 allowed; they sum to n.
         decay: in [0, 1].
 
     Returns:
-        [n] float64.
+        [n] float64. What a segment gets depends on its own numbers alone, bit for bit.
     """
-    check_ragged(counts, check_flat(x=x))
+    check_ragged(lengths, check_flat(x=x))
+    layout = BlockLayout.of(torch.ones_like(x, dtype=torch.bool), lengths)
+    return layout.unpad(_block_sums(layout.pad(x), layout.blocks, decay))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Where trainable tokens go when each sample gets blocks of its own, squeezed together and followed by padding.
+
+    A sample of k trainable tokens has floor(k / BLOCK) + 1 blocks, so that padding follows even a full one.
+    """
+
+    slots: Tensor
+    """[N] int64, place of each token; masked ones share the place after all blocks."""
+    blocks: Tensor
+    """[S] int64, blocks of each sample."""
+    ends: Tensor
+    """[S] int64, place after the last block of each sample."""
+    trained: Tensor
+    """[S] bool, samples with a trainable token."""
+    last: Tensor
+    """Place of the last trainable token of each sample that has one."""
+
+    @classmethod
+    def of(cls, mask: Tensor, lengths: Tensor) -> BlockLayout:
+        """Lay out a flat batch: mask [N] bool and lengths [S] int64."""
+        running = mask.cumsum(0)
+        bounds = torch.cat([lengths.new_zeros(1), running])[sample_bounds(lengths)]
+        counts = bounds.diff()
+        blocks = counts // BLOCK + 1
+        ends = blocks.cumsum(0) * BLOCK
+        starts = ends - blocks * BLOCK
+        shift = torch.repeat_interleave(starts - bounds[:-1] - 1, lengths, output_size=len(mask))
+        size = int(ends[-1]) if len(ends) else 0
+        slots = torch.where(mask, running.add_(shift), size)
+        trained = counts > 0
+        return cls(slots, blocks, ends, trained, (starts + counts - 1)[trained])
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Bring x [N] into the blocks: [BLOCK x sum(blocks)] float64, zero in the padding."""
+        size = int(self.ends[-1]) if len(self.ends) else 0
+        padded = torch.zeros(size + 1, dtype=torch.float64, device=x.device)
+        return padded.index_copy_(0, self.slots, x.double())[:size]
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """Bring values back to their tokens: [N] float64, zero where masked."""
+        return torch.cat([padded, padded.new_zeros(1)]).index_select(0, self.slots)
+
+
+def _check_finite(padded: Tensor, layout: BlockLayout) -> None:
+    """Raise ValueError naming the first sample with a number that is not finite."""
+    if not bool(torch.isfinite(padded.sum())):
+        place = int((~torch.isfinite(padded)).nonzero()[0])
+        sample = int(torch.searchsorted(layout.ends, place, right=True))
+        raise ValueError(f"sample {sample} has a reward or value that is not finite; its critic or reward is broken")
+
+
+def _block_sums(x: Tensor, blocks: Tensor, decay: float) -> Tensor:
+    """Discounted sums in block layout: x [BLOCK x sum(blocks)] to the same.
+
+    Within blocks by a matrix product; then each block adds what the later blocks of its sample sum to, which is the
+    same problem over block heads with decay^BLOCK.
+    """
     if not len(x):
-        return x.clone()
-    sums = _scan(x, decay)
-    sizes = counts[counts > 0]
-    ends = sizes.cumsum(0)
-    after = torch.cat([sums[ends[:-1]], sums.new_zeros(1)])
-    num = len(x)
-    powers = _powers(decay, int(sizes.max()) + 1, x)
-    left = torch.repeat_interleave(ends, sizes, output_size=num) - torch.arange(num, device=x.device)
-    return sums.sub_(powers[left].mul_(torch.repeat_interleave(after, sizes, output_size=num)))
-
-
-def _scan(x: Tensor, decay: float) -> Tensor:
-    """y_t = x_t + decay * y_{t+1} over all of x [n]: within blocks by a matrix product, across them by recursion."""
-    num = len(x)
-    if num <= BLOCK:
-        return x @ _triangle(num, decay, x)
-    num_blocks = -(-num // BLOCK)
-    padded = torch.nn.functional.pad(x, (0, num_blocks * BLOCK - num)).view(num_blocks, BLOCK)
-    within = padded @ _triangle(BLOCK, decay, x)
-    starts = _scan(within[:, 0].contiguous(), decay**BLOCK)
-    after = torch.cat([starts[1:], starts.new_zeros(1)])
-    within.addcmul_(after[:, None], _powers(decay, BLOCK + 1, x)[1:].flip(0)[None])
-    return within.view(-1)[:num]
-
-
-def _powers(decay: float, num: int, like: Tensor) -> Tensor:
-    """decay^0 ... decay^(num - 1), [num] float64."""
-    return torch.pow(
-        torch.tensor(decay, dtype=torch.float64, device=like.device), torch.arange(num, device=like.device)
-    )
-
-
-def _triangle(size: int, decay: float, like: Tensor) -> Tensor:
-    """[size, size] whose entry (s, t) is decay^(s - t) for s >= t and 0 otherwise: x @ it sums what comes after t."""
-    steps = torch.arange(size, device=like.device)
-    apart = steps[:, None] - steps[None, :]
-    return torch.where(apart >= 0, _powers(decay, size, like)[apart.clamp(min=0)], 0.0)
+        return x
+    powers = torch.tensor(decay, dtype=x.dtype, device=x.device) ** torch.arange(BLOCK + 1, device=x.device)
+    apart = torch.arange(BLOCK, device=x.device)[:, None] - torch.arange(BLOCK, device=x.device)[None, :]
+    triangle = torch.where(apart >= 0, powers[apart.clamp(min=0)], 0.0)
+    sums = x.view(-1, BLOCK) @ triangle
+    if int(blocks.max()) > 1:
+        heads = discounted_sums(sums[:, 0], blocks, decay**BLOCK)
+        later = torch.cat([heads[1:], heads.new_zeros(1)])
+        later[blocks.cumsum(0) - 1] = 0.0
+        sums.addcmul_(later[:, None], powers[1:].flip(0)[None, :])
+    return sums.view(-1)

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from milepost.components import AdvantageInput
+from milepost.functional.checks import check_flat, check_ragged
+
 Reduction = Literal["mean", "sum", "max", "min"]
+ADVANTAGE_INPUTS: tuple[AdvantageInput, ...] = get_args(AdvantageInput)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,13 @@ class SampleIndex:
     num_samples: int
     all_reduce: Callable[[Tensor], Tensor] | None = None
     """Differentiable sum of [S] values over the ranks that share these samples; None where one rank has it all."""
+
+    def __post_init__(self) -> None:
+        if self.mask.dtype != torch.bool or self.mask.dim() != 1 or self.sample_ids.shape != self.mask.shape:
+            raise ValueError(
+                f"expected a mask [N] of dtype bool and sample_ids [N], got {tuple(self.mask.shape)} {self.mask.dtype} "
+                f"and {tuple(self.sample_ids.shape)}"
+            )
 
     def per_sample(self, x: Tensor) -> Tensor:
         """Sum x [N] over the trainable tokens of each sample, wherever they lie: [S]."""
@@ -150,6 +161,15 @@ class AdvantageBatch:
         """[S] int64, samples of one prompt share one."""
         self.rollouts = rollouts
         """[S] int64, sequences of one rollout share one (and its reward)."""
+        num_tokens, num_samples = check_flat(mask=mask), check_flat(lengths=lengths, groups=groups, rollouts=rollouts)
+        check_ragged(lengths, num_tokens)
+        for name, tensor in inputs.items():
+            expected = num_samples if name == "rewards" else num_tokens
+            if name not in ADVANTAGE_INPUTS or tensor.shape != (expected,):
+                raise ValueError(
+                    f"input {name!r} of shape {tuple(tensor.shape)} is not what an advantage batch has; expected one "
+                    f"of {', '.join(ADVANTAGE_INPUTS)}, rewards of shape ({num_samples},), others ({num_tokens},)"
+                )
         self.__dict__.update(inputs)
 
     def __getattr__(self, name: str) -> Tensor:
@@ -160,8 +180,11 @@ class AdvantageBatch:
     @property
     def sample_ids(self) -> Tensor:
         """[N] int64, the sample each token belongs to."""
-        return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
+        samples = torch.arange(len(self.lengths), device=self.lengths.device)
+        return torch.repeat_interleave(samples, self.lengths, output_size=len(self.mask))
 
     def spread(self, x: Tensor) -> Tensor:
         """Give each trainable token its sample's value: x [S] to [N], zero where masked."""
-        return torch.where(self.mask, torch.repeat_interleave(x, self.lengths), x.new_zeros(()))
+        return torch.where(
+            self.mask, torch.repeat_interleave(x, self.lengths, output_size=len(self.mask)), x.new_zeros(())
+        )
