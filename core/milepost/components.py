@@ -31,7 +31,7 @@ T_co = TypeVar("T_co", covariant=True)
 class Options(BaseModel):
     """Base class for a component's options: unknown keys are rejected and a built value never changes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True)
 
 
 class NoOptions(Options):

@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 from pydantic import BaseModel
@@ -29,8 +28,12 @@ from pydantic.fields import FieldInfo
 
 from milepost import hookspecs
 from milepost.components import KERNEL_KEYS, TRAITS, Component, Kind, ModelTraits
+from milepost.entry_points import find_entries, normalise
 from milepost.errors import PluginError
 from milepost.hookspecs import GROUP
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 State = Literal["ok", "blocked", "broken", "conflicting"]
 
@@ -125,11 +128,6 @@ class _RejectedError(Exception):
     """A plugin broke a rule of registration; the message says which, so no traceback is kept."""
 
 
-def normalise(distribution: str) -> str:
-    """Return the normal form of a distribution's name (PEP 503): `My_Rewards` and `my-rewards` are one."""
-    return re.sub(r"[-_.]+", "-", distribution).lower()
-
-
 def is_loading() -> bool:
     """Whether this thread is inside the import or registration of a plugin."""
     return getattr(_state, "loading", False)
@@ -146,8 +144,7 @@ def load_plugins(
 
     Records come in the order distribution, name; local modules last, in the order given.
     """
-    found = entry_points(group=GROUP) if discover is None else discover()
-    candidates = sorted(_installed(found), key=lambda c: (normalise(c.distribution), c.name))
+    candidates = sorted(_installed(discover), key=lambda c: (normalise(c.distribution), c.name))
     candidates += [_local(name, base_dir) for name in dict.fromkeys(modules)]
 
     warnings = []
@@ -167,17 +164,18 @@ def load_plugins(
     return records, warnings
 
 
-def _installed(found: Iterable[EntryPoint]) -> Iterator[_Candidate]:
-    # Reading a distribution's name parses its metadata, so it is done once for all its entry points.
-    known: dict[int, tuple[str, str]] = {}
-    for entry in found:
-        if entry.dist is None:
-            distribution, version = "unknown", "unknown"
-        else:
-            if id(entry.dist) not in known:
-                known[id(entry.dist)] = (entry.dist.name, entry.dist.version)
-            distribution, version = known[id(entry.dist)]
-        yield _Candidate(entry.name, distribution, version, f"{distribution} {version}", entry.load)
+def _installed(discover: Callable[[], Iterable[EntryPoint]] | None) -> Iterator[_Candidate]:
+    if discover is None:
+        for entry in find_entries(GROUP):
+            yield _candidate(entry.name, entry.distribution, entry.version, entry.load)
+    else:
+        for given in discover():
+            distribution, version = (given.dist.name, given.dist.version) if given.dist else ("unknown", "unknown")
+            yield _candidate(given.name, distribution, version, given.load)
+
+
+def _candidate(name: str, distribution: str, version: str, load: Callable[[], object]) -> _Candidate:
+    return _Candidate(name, distribution, version, f"{distribution} {version}", load)
 
 
 def _local(name: str, base_dir: Path) -> _Candidate:

@@ -10,9 +10,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -23,11 +22,14 @@ from milepost.discovery import (
     Provided,
     State,
     load_plugins,
-    normalise,
     refuse_while_loading,
     unknown,
 )
+from milepost.entry_points import normalise
 from milepost.errors import MilepostError, PluginError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["PluginRecord", "Provided", "Registry", "State", "current", "resolve", "use"]
 
