@@ -19,7 +19,10 @@ from milepost.errors import DataError
 RESERVED = ("kind", "index", "rollout", "time")
 """Keys of a line that are not metrics."""
 
-_TEXT_OF_NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+STEP_KINDS = frozenset({"step", "critic"})
+"""Kinds whose records are counted by optimizer step, not by rollout."""
+
+_NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +30,11 @@ class Record:
     """Metrics of one kind at one point of a run."""
 
     kind: str
-    """What the metrics are about: `perf`, `rollout`, `step`, `eval`."""
+    """What the metrics are about: `perf`, `rollout`, `step` and `critic` (optimizer steps), `eval`."""
     index: int
-    """Number within the kind: the optimizer step for `step`, else the rollout."""
+    """Number within the kind: the optimizer step for those of `STEP_KINDS`, else the rollout."""
     rollout: int
-    """Rollout during which they came about."""
+    """Rollout to which they belong."""
     metrics: Mapping[str, float]
     time: float
     """Seconds since the epoch."""
@@ -44,7 +47,7 @@ class Record:
     @staticmethod
     def from_json(line: Mapping[str, Any]) -> Record:
         """Return the record of one line."""
-        metrics = {name: _TEXT_OF_NONFINITE.get(x, x) for name, x in line.items() if name not in RESERVED}
+        metrics = {name: _NONFINITE.get(x, x) for name, x in line.items() if name not in RESERVED}
         return Record(line["kind"], line["index"], line["rollout"], metrics, line["time"])
 
 
@@ -86,25 +89,22 @@ class LineFile:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
-        whole = _length_of_whole_lines(path)
-        if whole != path.stat().st_size:
-            self._file.truncate(whole)
+        self.truncate(self.size)
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self.path.stat().st_size
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write one line."""
         self._file.write(_encode(line))
         self._file.flush()
 
-    def truncate(self, rollout: int) -> None:
-        """Drop the lines of this rollout and later ones; the old file stands until the new one is complete."""
-        draft = self.path.with_name(f".{self.path.name}.truncating")
-        with draft.open("wb") as file:
-            file.writelines(_encode(line) for line in read_lines(self.path) if line["rollout"] < rollout)
-            file.flush()
-            os.fsync(file.fileno())
-        self._file.close()
-        draft.replace(self.path)
-        self._file = self.path.open("ab")
+    def truncate(self, size: int) -> None:
+        """Take the file back to `size` bytes, in whole lines; one that is shorter (or was deleted) stays as it is."""
+        self._file.truncate(min(size, self.size))
+        self._file.truncate(_length_of_whole_lines(self.path))
 
     def close(self) -> None:
         """Close the file."""

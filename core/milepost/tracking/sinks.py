@@ -35,14 +35,19 @@ class StdoutSink:
     def log(self, record: Record) -> None:
         """Print the record."""
         shown = {name: x if isinstance(x, int) else float(f"{x:.6g}") for name, x in record.metrics.items()}
-        tqdm.write(f"{record.kind} {record.index}: {shown}", file=sys.stdout)
-        sys.stdout.flush()
+        say(f"{record.kind} {record.index}: {shown}")
 
     def rewind(self, records: Sequence[Record]) -> None:
         """Nothing: what was printed stays printed."""
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def say(text: str) -> None:
+    """Print a line at once, above any progress bar."""
+    tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()
 
 
 def need_package(module: str, path: str, command: str) -> None:

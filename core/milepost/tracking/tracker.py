@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from milepost.config.schema import RunConfig
 from milepost.samples import Sample
-from milepost.tracking.records import RESERVED, LineFile, Record, read_records
-from milepost.tracking.sinks import Sink, StdoutSink
+from milepost.tracking.records import RESERVED, STEP_KINDS, LineFile, Record, read_records
+from milepost.tracking.sinks import Sink, StdoutSink, say
 from milepost.tracking.tensorboard_sink import TensorBoardSink
 from milepost.tracking.wandb_sink import WandbSink
 
@@ -20,8 +20,8 @@ from milepost.tracking.wandb_sink import WandbSink
 class Tracker:
     """Prints metrics and keeps them in RUN_DIR/metrics.jsonl, samples in samples.jsonl, and feeds other sinks.
 
-    Whether a run starts or resumes, call `truncate` with its first rollout before the first `log`, so that what a
-    killed process logged beyond its checkpoint is not there twice.
+    Whether a run starts or resumes, call `truncate` before the first `log`, so that what a killed process logged
+    beyond its checkpoint is not there twice.
     """
 
     def __init__(self, run_dir: str | Path, *, config: RunConfig, stdout: bool = True, progress: bool = True) -> None:
@@ -39,6 +39,8 @@ class Tracker:
         self.run_dir = Path(run_dir)
         self.progress = progress
         self.samples_per_rollout = config.track.samples_per_rollout
+        self._rollout: int | None = None
+        self._stdout = stdout
         self._sinks: list[Sink] = [StdoutSink()] if stdout else []
         if config.track.tensorboard:
             self._sinks.append(TensorBoardSink(self.run_dir))
@@ -47,30 +49,42 @@ class Tracker:
         self._metrics = LineFile(self.run_dir / "metrics.jsonl")
         self._samples = LineFile(self.run_dir / "samples.jsonl")
 
-    def truncate(self, rollout: int) -> None:
-        """Forget everything logged at or after this rollout, and go on from there; 0 starts from nothing."""
-        self._metrics.truncate(rollout)
-        self._samples.truncate(rollout)
+    def written(self) -> dict[str, int]:
+        """Return the size in bytes of each file of lines: what `truncate` takes them back to after a resume."""
+        return {file.path.name: file.size for file in (self._metrics, self._samples)}
+
+    def truncate(self, written: Mapping[str, int]) -> None:
+        """Forget what was logged since `written()` gave this, in the other sinks too; `{}` forgets everything."""
+        for file in (self._metrics, self._samples):
+            file.truncate(written.get(file.path.name, 0))
         records = list(read_records(self._metrics.path))
         for sink in self._sinks:
             sink.rewind(records)
+
+    def say(self, text: str) -> None:
+        """Print a line for the user above any progress bar, if the tracker prints at all."""
+        if self._stdout:
+            say(text)
 
     def log(self, kind: str, index: int, metrics: Mapping[str, float], *, rollout: int | None = None) -> None:
         """Log metrics of one kind.
 
         Args:
-            kind: `perf`, `rollout`, `step` or `eval`.
-            index: the optimizer step for `step`, the rollout for all others.
+            kind: `perf`, `rollout`, `eval`, or one of `STEP_KINDS`.
+            index: the optimizer step for those, the rollout for all others.
             metrics: name to number; anything `float()` takes.
-            rollout: the rollout it belongs to; needed for `step`, otherwise `index`.
+            rollout: the rollout that a step belongs to, by default the last one that `rollout` metrics were logged
+                of; for all others it is `index`.
 
         Raises:
-            ValueError: for a step without its rollout, or a metric that is called like a key of the line.
+            ValueError: for a step that belongs to no rollout, or a metric that is called like a key of the line.
         """
         if rollout is None:
-            if kind == "step":
-                raise ValueError(f"step {index} was logged without its rollout; pass rollout=")
-            rollout = index
+            rollout = self._rollout if kind in STEP_KINDS else index
+        if rollout is None:
+            raise ValueError(f"{kind} {index} was logged before any rollout; pass rollout=, or log that first")
+        if kind == "rollout":
+            self._rollout = rollout
         if taken := sorted(metrics.keys() & set(RESERVED)):
             raise ValueError(f"a metric cannot be called {taken[0]!r}; give it a section, like 'train/{taken[0]}'")
         numbers = {name: value if type(value) is int else float(value) for name, value in metrics.items()}
@@ -79,11 +93,15 @@ class Tracker:
         for sink in self._sinks:
             sink.log(record)
 
-    def samples(self, rollout: int, samples: Sequence[Sample]) -> None:
+    def samples(self, rollout: int, samples: Sequence[Sample], *, kind: str = "rollout") -> None:
         """Keep `track.samples_per_rollout` of these samples, evenly spread, so that they are of different prompts."""
         count = min(self.samples_per_rollout, len(samples))
         for i in range(count):
-            self._samples.append(_sample_line(rollout, samples[i * len(samples) // count]))
+            self._samples.append(_sample_line(kind, rollout, samples[i * len(samples) // count]))
+
+    def lines(self, kind: str) -> Iterator[dict[str, Any]]:
+        """Yield the lines of one kind that metrics.jsonl holds, those before a resume included."""
+        return (record.to_json() for record in read_records(self._metrics.path) if record.kind == kind)
 
     def bar(self, total: int, desc: str, unit: str = "it") -> tqdm[Any]:
         """Return a progress bar, which shows nothing if the tracker was made without progress."""
@@ -103,9 +121,10 @@ class Tracker:
         self.close()
 
 
-def _sample_line(rollout: int, sample: Sample) -> dict[str, Any]:
+def _sample_line(kind: str, rollout: int, sample: Sample) -> dict[str, Any]:
     prompt_len = len(sample.task.tokens)
     return {
+        "kind": kind,
         "rollout": rollout,
         "task": sample.task.index,
         "group": sample.group,

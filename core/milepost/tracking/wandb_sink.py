@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from milepost.config.schema import WandbSection
-from milepost.tracking.records import Record
+from milepost.tracking.records import STEP_KINDS, Record
 from milepost.tracking.sinks import need_package
-
-_AXIS = {"step": "train_step"}
 
 
 class WandbSink:
     """Logs to one W&B run, whose id stays in the run folder so that a resumed run goes on with it.
 
     W&B's own step counts records, like the lines of `metrics.jsonl`. A resumed run logs the records of lost rollouts
-    with the steps they had, and W&B ignores steps it has seen: nothing is doubled. Charts are drawn over `rollout`
-    and, for `train/` metrics, over `train_step`.
+    with the steps they had, and W&B ignores steps it has seen: nothing is doubled. Charts are drawn over `rollout`,
+    those of `train/` and `critic/` metrics over `step`.
     """
 
     def __init__(self, run_dir: Path, section: WandbSection, config: Mapping[str, Any]) -> None:
@@ -35,8 +33,8 @@ class WandbSink:
         """Log the record's metrics as one W&B step."""
         if self._run is None:
             self._start()
-        axis = _AXIS.get(record.kind, "rollout")
-        self._run.log({**record.metrics, "rollout": record.rollout, axis: record.index}, step=self._num_records)
+        axes = {"rollout": record.rollout, **({"step": record.index} if record.kind in STEP_KINDS else {})}
+        self._run.log({**record.metrics, **axes}, step=self._num_records)
         self._num_records += 1
 
     def rewind(self, records: Sequence[Record]) -> None:
@@ -67,7 +65,7 @@ class WandbSink:
             dir=self.run_dir,
             config=dict(self.config),
         )
-        self._run.define_metric("rollout", hidden=True)
-        self._run.define_metric("train_step", hidden=True)
-        self._run.define_metric("*", step_metric="rollout")
-        self._run.define_metric("train/*", step_metric="train_step")
+        for axis, prefixes in {"rollout": ("rollout", "perf", "eval"), "step": ("train", "critic")}.items():
+            self._run.define_metric(axis, hidden=True)
+            for prefix in prefixes:
+                self._run.define_metric(f"{prefix}/*", step_metric=axis)
