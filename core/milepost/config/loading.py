@@ -1,9 +1,8 @@
 """Loading run configs: files composed left to right, flags on top, every problem reported at once.
 
 Mappings merge key by key; lists and scalars replace. A section that names a component drops the options of the other
-component when a later file changes its `name`; the kernel's own keys stay. Relative paths inside a run config (of
-models, data, checkpoints and hook modules) are taken from the folder of the last run config; the run folder alone,
-being output, is taken from the working directory.
+component when a later file changes its `name`; the kernel's own keys stay. All relative paths in a run config, and in
+`--set`, are taken from the folder of the last run config.
 """
 
 from __future__ import annotations

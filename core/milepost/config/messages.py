@@ -46,6 +46,15 @@ _BOUNDS = {
     "less_than_equal": ("at most", "le"),
     "multiple_of": ("a multiple of", "multiple_of"),
 }
+_LENGTHS = {
+    "too_short": ("at least", "min_length", "element"),
+    "too_long": ("at most", "max_length", "element"),
+    "string_too_short": ("text of at least", "min_length", "character"),
+    "string_too_long": ("text of at most", "max_length", "character"),
+}
+
+_MANY = 3
+"""A key that exists in more places than this says nothing about where it was meant to stand."""
 
 
 def show(value: Any) -> str:
@@ -88,10 +97,10 @@ def fields_at(model: type[BaseModel], path: Sequence[str | int]) -> dict[str, Fi
 def unknown_key(key: str, known: Iterable[str], *, elsewhere: Sequence[str] = (), what: str = "key") -> str:
     """Return the message for a key nobody knows; `elsewhere` are dotted paths where this very key does exist."""
     names = sorted(known)
+    if 0 < len(elsewhere) <= _MANY:
+        return f"unknown {what} here; did you mean {' or '.join(elsewhere)}?"
     if guess := nearest(key, names):
         return f"unknown {what}; did you mean {guess!r}?"
-    if elsewhere:
-        return f"unknown {what} here; did you mean {' or '.join(elsewhere)}?"
     return f"unknown {what}; known here: {', '.join(names) or 'none'}"
 
 
@@ -116,12 +125,15 @@ class Validator:
         `known` are further keys that are valid beside the model's own; `inherited` ends messages about keys, and says
         whose options they are.
         """
+        truths = _truths(model, data, path)
+        for wrong in truths:
+            self.report(wrong, "expected a number, got true or false")
         try:
             built = model.model_validate(data)
         except ValidationError as error:
             findings = error.errors(include_url=False)
         else:
-            return built if self._no_truth_for_numbers(data, built, path) else None
+            return None if truths else built
         groups: dict[tuple[str | int, ...], list[tuple[bool, ErrorDetails]]] = {}
         for finding in findings:
             place, branched = _place(finding, data)
@@ -136,7 +148,7 @@ class Validator:
                 key = str(place[-1])
                 message = unknown_key(key, names, elsewhere=self.elsewhere.get(key, ()))
                 self.report(below, message + inherited)
-            elif group[0][1]["type"] == "missing":
+            elif group[0][1]["type"] == "missing" and isinstance(group[0][1]["loc"][-1], str):
                 field = fields_at(model, place[:-1]).get(str(place[-1]))
                 about = f": {_first_sentence(field.description)}" if field and field.description else ""
                 self.report(below, f"required, but not given{about}")
@@ -144,21 +156,34 @@ class Validator:
                 self.report(below, _sentence([finding for _, finding in group]))
         return None
 
-    def _no_truth_for_numbers(self, data: Any, built: Any, path: str) -> bool:
-        """Report `true` or `false` given where a number is wanted, which pydantic takes for 1 and 0."""
-        if isinstance(data, bool):
-            if isinstance(built, int | float) and not isinstance(built, bool):
-                self.report(path, f"expected a number, got {show(data)}")
-                return False
-            return True
-        if isinstance(data, Mapping) and isinstance(built, BaseModel):
-            pairs = [(join(path, key), item, getattr(built, key, None)) for key, item in data.items()]
-        elif isinstance(data, list) and isinstance(built, list | tuple) and len(data) == len(built):
-            pairs = [(join(path, str(i)), a, b) for i, (a, b) in enumerate(zip(data, built, strict=True))]
-        else:
-            return True
-        fine = [self._no_truth_for_numbers(item, value, below) for below, item, value in pairs]
-        return all(fine)
+
+def _truths(model: type[BaseModel], data: Any, path: str) -> list[str]:
+    """Return where `true` or `false` was given for a number, which pydantic would take as 1 or 0."""
+    found: list[str] = []
+    for key, field in model.model_fields.items():
+        if not isinstance(data, Mapping) or key not in data:
+            continue
+        item, place = data[key], join(path, key)
+        accepted = _scalars(field.annotation)
+        values = [(place, item)]
+        if isinstance(item, list):
+            values = [(join(place, str(index)), element) for index, element in enumerate(item)]
+        for below, value in values:
+            if isinstance(value, bool) and accepted & {int, float} and bool not in accepted:
+                found.append(below)
+            for nested in models_in(field.annotation):
+                found += _truths(nested, value, below)
+    return found
+
+
+def _scalars(annotation: Any) -> set[Any]:
+    """Return the plain types an annotation accepts, inside lists and unions as well."""
+    if annotation is Any:
+        return {bool}
+    arguments = [argument for argument in typing.get_args(annotation) if not isinstance(argument, FieldInfo)]
+    if typing.get_origin(annotation) is typing.Literal:
+        return {type(argument) for argument in arguments}
+    return set().union(*map(_scalars, arguments)) if arguments else {annotation}
 
 
 def _place(finding: ErrorDetails, data: Any) -> tuple[tuple[str | int, ...], bool]:
@@ -213,10 +238,13 @@ def _sentence(findings: Sequence[ErrorDetails]) -> str:
         if kind in _BOUNDS:
             words, bound = _BOUNDS[kind]
             return f"must be {words} {context.get(bound)}, got {show(given)}"
-        if kind in {"too_short", "too_long", "string_too_short", "string_too_long"}:
-            return f"{_lower(finding['msg'])}, got {show(given)}"
+        if kind in _LENGTHS:
+            words, bound, unit = _LENGTHS[kind]
+            count = context.get(bound)
+            return f"expected {words} {count} {unit}{'' if count == 1 else 's'}, got {show(given)}"
         if kind == "missing":
-            return f"has too few elements, got {show(given)}"
+            # Lists of fixed length report the first position that is not there.
+            return f"expected more elements than {finding['loc'][-1]}"
     expected = list(dict.fromkeys(filter(None, map(_expectation, findings))))
     if expected and types_given <= {*_EXPECTED, "literal_error"}:
         guess = None

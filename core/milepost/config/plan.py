@@ -100,7 +100,7 @@ def make_plan(loaded: Loaded) -> Plan:
         found.problem("critic.warmup_rollouts", f"{warmup} leaves none of the {num_rollouts} rollouts to the actor")
     if batch is not None and num_rollouts is not None:
         rules.check_optimizer(loaded, (num_rollouts - warmup) * batch.steps_per_rollout, found)
-    run_dir = Path(config.run.dir or Path("runs") / loaded.name).expanduser().absolute()
+    run_dir = resolve_path(config.run.dir or f"runs/{loaded.name}", loaded.base_dir)
     if run_dir.exists() and not run_dir.is_dir():
         found.problem("run.dir", f"{run_dir} is a file; expected a folder, or nothing yet")
     if found.problems or model is None or layout is None or batch is None or num_rollouts is None or context is None:

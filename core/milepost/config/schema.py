@@ -40,7 +40,7 @@ class RunSection(Section):
     """Where the run lives and what seeds it."""
 
     dir: str | None = None
-    """Run folder, from the working directory; default `runs/NAME` after the last run config's file name."""
+    """Run folder; default `runs/NAME` after the last run config, from whose folder relative paths are taken."""
     seed: NonNegative = 0
     """Seeds data order, sampling and initial values of new heads."""
     threads: Positive | None = None

@@ -1,0 +1,44 @@
+"""Whether what was planned can be started here: parts that are not built yet, and packages that are not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+from milepost.config.plan import Plan
+from milepost.errors import ConfigError, Problem
+
+_EXTRAS: tuple[tuple[str, Callable[[Plan], bool], tuple[str, ...], str], ...] = (
+    ("model", lambda plan: True, ("torch", "transformers", "safetensors"), "pip install 'milepost[torch]'"),
+    ("track.wandb", lambda plan: plan.config.track.wandb is not None, ("wandb",), "pip install 'milepost[wandb]'"),
+    ("track.tensorboard", lambda plan: plan.config.track.tensorboard, ("tensorboard",), "pip install tensorboard"),
+)
+"""(path, whether the plan asks for it, packages, remedy)."""
+
+
+def unsupported(plan: Plan) -> Iterator[Problem]:
+    """Yield what can be planned and not yet be run."""
+    config = plan.config
+    asked = (
+        ("cluster.launcher", config.cluster.launcher, "inline"),
+        ("cluster.colocate", config.cluster.colocate, True),
+        ("trainer.backend", config.trainer.backend, "torch"),
+        ("engine.backend", config.engine.backend, "local"),
+    )
+    for path, value, works in asked:
+        if value != works:
+            shown, expected = (str(v).lower() if isinstance(v, bool) else repr(v) for v in (value, works))
+            message = f"{shown} can be planned, but not be run by this version; use {expected}"
+            yield Problem(path, message, plan.origins.get(path, ""))
+
+
+def check_runnable(plan: Plan) -> None:
+    """Raise ConfigError if this version or this environment cannot run the plan. Imports nothing."""
+    problems = list(unsupported(plan))
+    for path, asked, packages, remedy in _EXTRAS:
+        absent = [package for package in packages if find_spec(package) is None]
+        if asked(plan) and absent:
+            message = f"needs {' and '.join(absent)}, not installed here; {remedy}"
+            problems.append(Problem(path, message, plan.origins.get(path, "")))
+    if problems:
+        raise ConfigError(problems)
