@@ -12,13 +12,15 @@ import asyncio
 from milepost.cluster.phases import Phase
 from milepost.config.plan import Plan
 from milepost.errors import RunError
-from milepost.rollout.evaluation import evaluate
+from milepost.rollout.evaluation import evaluate_held_out
 from milepost.rollout.generation import Rollout, rollout_metrics
 from milepost.run import Run, RunSummary
 from milepost.training.trainer import Part
 from milepost.training.turn import Turn, advantage_metrics, train_actor, train_critic
 
-EVERYTHING: tuple[Part, ...] = ("weights", "gradients", "optimizer")
+WEIGHTS: tuple[Part, ...] = ("weights",)
+TRAINING_STATE: tuple[Part, ...] = ("gradients", "optimizer")
+EVERYTHING = WEIGHTS + TRAINING_STATE
 
 
 def train(plan: Plan, *, progress: bool = True) -> RunSummary:
@@ -51,13 +53,12 @@ async def _train(plan: Plan, *, progress: bool) -> RunSummary:
 
 async def generate(run: Run, index: int) -> Rollout | None:
     """Generate, score and filter the groups of one rollout; None if the user interrupted it."""
-    with run.phases(Phase.GENERATE):
-        rollout = await run.until_interrupted(run.generator(index))
+    run.generator.scorer.begin(run.plan.batch_size * run.plan.samples_per_prompt)
+    with run.phases(Phase.GENERATE), run.tracker.bar(run.plan.batch_size, f"rollout {index}", "group") as bar:
+        rollout = await run.until_interrupted(run.generator(index, on_group=bar.update))
     if rollout is None:
         return None
-    metrics = rollout_metrics(rollout) | run.reward_metrics()
-    run.tracker.log("rollout", index, metrics, rollout=index)
-    run.tracker.samples(index, rollout.samples)
+    run.log_rollout(index, rollout, rollout_metrics(rollout))
     run.watch_rewards(rollout)
     with run.phases(Phase.SLEEP):
         await run.engine.sleep(("weights", "kv_cache", "graphs"))
@@ -74,13 +75,14 @@ def learn(run: Run, index: int, rollout: Rollout) -> None:
             trainer.onload("critic", EVERYTHING)
             results = train_critic(trainer, turn, run.estimator)
             trainer.offload("critic", EVERYTHING)
-        run.log_steps("critic", index, results)
+        run.log_steps("critic", index, results, {})
+        run.watch_steps(turn, index, results)
     if index >= plan.config.critic.warmup_rollouts or not plan.needs_critic:
         with run.phases(Phase.ACTOR):
             trainer.onload("actor", EVERYTHING)
             results = train_actor(trainer, turn, run.estimator, first=index == 0)
         run.log_steps("actor", index, results, advantage_metrics(turn.batch))
-    run.log_performance(index, rollout)
+        run.watch_steps(turn, index, results)
     run.finished_training(index)
 
 
@@ -89,30 +91,38 @@ async def hand_over(run: Run, index: int) -> None:
     trainer, engine, phases = run.trainer, run.engine, run.phases
     with phases(Phase.OFFLOAD):
         for role in run.roles:
-            trainer.offload(role, ("gradients", "optimizer") if role == "actor" else EVERYTHING)
+            trainer.offload(role, TRAINING_STATE if role == "actor" else EVERYTHING)
     with phases(Phase.WAKE):
         await engine.wake(("weights",))
     with phases(Phase.PUSH):
-        trainer.onload("actor", ("weights",))
+        trainer.onload("actor", WEIGHTS)
         report = run.push(index + 1)
         if engine.version != index + 1:
             raise RunError(f"the engine serves version {engine.version} after a push of version {index + 1}")
     with phases(Phase.SERVE):
-        trainer.offload("actor", ("weights",))
+        trainer.offload("actor", WEIGHTS)
         await engine.wake(("kv_cache", "graphs"))
     run.log_push(index, report)
     if run.evaluation_is_due(index):
         with phases(Phase.EVALUATE):
-            for position, held_out in enumerate(run.held_out):
-                scored = await run.until_interrupted(
-                    evaluate(
-                        engine,
-                        held_out,
-                        generate=run.generator.generate,
-                        seed=run.plan.config.run.seed,
-                        position=position,
-                    )
+            await evaluate(run, index)
+
+
+async def evaluate(run: Run, index: int) -> None:
+    """Generate and score the held-out sets with the weights the engines serve."""
+    for position, held_out in enumerate(run.held_out):
+        held_out.scorer.begin(len(held_out.tasks) * held_out.samples_per_prompt)
+        with run.tracker.bar(len(held_out.tasks), f"eval {held_out.name}", "prompt") as bar:
+            scored = await run.until_interrupted(
+                evaluate_held_out(
+                    run.engine,
+                    held_out,
+                    generate=run.generator.generate,
+                    seed=run.plan.config.run.seed,
+                    position=position,
+                    on_task=bar.update,
                 )
-                if scored is None:
-                    return
-                run.log_evaluation(index, held_out.name, *scored)
+            )
+        if scored is None:
+            return
+        run.log_evaluation(index, held_out.name, *scored)

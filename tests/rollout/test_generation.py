@@ -62,6 +62,9 @@ class TaskReward:
     def __init__(self, table: dict[int, list[float]]) -> None:
         self.table = table
 
+    def begin(self, expected: int) -> None:
+        pass
+
     async def score(self, samples: Sequence[Sample]) -> None:
         for one, reward in zip(samples, self.table[samples[0].metadata["task"]], strict=True):
             one.rewards["reward"] = reward

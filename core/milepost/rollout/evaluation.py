@@ -22,14 +22,14 @@ class HeldOut:
     scorer: Scorer
 
 
-async def evaluate(
+async def evaluate_held_out(
     engine: Engine,
     held_out: HeldOut,
     *,
     generate: Generate,
     seed: int,
     position: int,
-    on_task: Callable[[], None] | None = None,
+    on_task: Callable[[], object] | None = None,
 ) -> tuple[dict[str, float], list[Sample]]:
     """Generate and score one held-out set; `position` is its place among the run's sets.
 

@@ -62,6 +62,10 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 class Scorer(Protocol):
     """Scores the samples of one group, setting their `rewards`."""
 
+    def begin(self, expected: int) -> None:
+        """Begin to count anew: about `expected` samples are going to be scored."""
+        ...
+
     async def score(self, samples: Sequence[Sample]) -> None:
         """Set `rewards` on each sample."""
         ...
@@ -133,11 +137,9 @@ class RolloutGenerator:
     drop: Callable[[Sequence[Sample]], str | None] | None = None
     """Filter: a reason to drop a group, or None to keep it."""
     max_rounds: int = 1
-    on_group: Callable[[], None] | None = None
-    """Called as each group is finished, for a progress bar."""
 
-    async def __call__(self, index: int) -> Rollout:
-        """Generate rollout number `index`.
+    async def __call__(self, index: int, on_group: Callable[[], object] | None = None) -> Rollout:
+        """Generate rollout number `index`; `on_group` is called as each group is finished, for a progress bar.
 
         With a filter, dropped groups are made up for in further rounds. A round is scored whole before the next
         begins, and kept groups keep their order, so that the outcome does not depend on which reward answered first.
@@ -145,7 +147,7 @@ class RolloutGenerator:
         rollout = Rollout([])
         kept = 0
         for _ in range(self.max_rounds if self.drop else 1):
-            groups = await self._round(index, rollout.num_generated, self.batch_size - kept)
+            groups = await self._round(index, rollout.num_generated, self.batch_size - kept, on_group)
             rollout.num_generated += len(groups)
             for group in groups:
                 reason = self.drop(group) if self.drop else None
@@ -164,7 +166,9 @@ class RolloutGenerator:
             )
         return rollout
 
-    async def _round(self, index: int, first: int, count: int) -> list[list[Sample]]:
+    async def _round(
+        self, index: int, first: int, count: int, on_group: Callable[[], object] | None
+    ) -> list[list[Sample]]:
         """Generate `count` groups, the first of which is group number `first` of this rollout."""
 
         async def one(position: int, task: Task) -> list[Sample]:
@@ -178,8 +182,8 @@ class RolloutGenerator:
                 num_rollouts=self.samples_per_prompt,
                 key=(self.seed, TRAINING, index, position),
             )
-            if self.on_group is not None:
-                self.on_group()
+            if on_group is not None:
+                on_group()
             return samples
 
         tasks = self.next_tasks(count)
