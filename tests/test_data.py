@@ -216,11 +216,9 @@ def test_byte_order_mark_is_fine(tokenizer, tmp_path):
     assert len(load_dataset(path, DatasetFields(), tokenizer)) == 1
 
 
-def test_fields_that_cannot_work_are_config_errors(tokenizer, rows):
+def test_system_message_needs_a_chat_template(tokenizer, rows):
     with pytest.raises(ConfigError, match="needs chat_template"):
         load_dataset(rows(GOOD), DatasetFields(system="S"), tokenizer)
-    with pytest.raises(ConfigError, match="not a regular expression"):
-        load_dataset(rows(GOOD), DatasetFields(label={"key": "label", "regex": "("}), tokenizer)
 
 
 def test_files_that_cannot_be_read(tokenizer, rows, tmp_path):

@@ -141,8 +141,8 @@ def load_dataset(
 
     Raises:
         DataError: if the file cannot be read, a row is broken (with file and line), or nothing is left.
-        ConfigError: if `fields` asks for what cannot be done: a system message or template where there is none,
-            or a label pattern that is no regular expression.
+        ConfigError: if `fields` asks for a system message without a chat template, or for a template where the
+            tokenizer has none.
     """
     path = Path(path)
     maker = _TaskMaker(fields, tokenizer)
@@ -205,13 +205,8 @@ class _TaskMaker:
             raise ConfigError([Problem("data.system", message)])
         label = fields.label
         self.label = LabelField(key=label) if isinstance(label, str) else label
-        self.pattern: re.Pattern[str] | None = None
-        if self.label is not None and self.label.regex is not None:
-            try:
-                self.pattern = re.compile(self.label.regex)
-            except re.error as error:
-                message = f"{self.label.regex!r} is not a regular expression: {error}"
-                raise ConfigError([Problem("data.label.regex", message)]) from error
+        regex = self.label.regex if self.label is not None else None
+        self.pattern = None if regex is None else re.compile(regex)
 
     def draft(self, row: Row) -> _Draft:
         return _Draft(row.where, self._prompt(row), self._label(row), self._metadata(row))
