@@ -19,7 +19,7 @@ import yaml
 
 from milepost import registry
 from milepost.assembly import Parts, assemble
-from milepost.checkpoint import CheckpointStore, read_state, save_tensors, write_state
+from milepost.checkpoint import CheckpointStore, read_state, save_tensors, verify, write_state
 from milepost.cluster.phases import Phase, Phases
 from milepost.config.plan import Plan
 from milepost.errors import CheckpointError, RunError
@@ -148,6 +148,7 @@ class Run:
                 f"{self.plan.run_dir} has checkpoints, and checkpoint.resume is never; "
                 "choose another run.dir or remove the folder, so that nothing is overwritten"
             )
+        verify(latest)
         state = read_state(latest)
         self._compare_plugins(state["plugins"])
         self.trainer.load(latest / "trainer")
@@ -256,7 +257,9 @@ class Run:
         for i, result in enumerate(results):
             metrics = {**result.metrics, **extra, "skipped": float(result.skipped)}
             number = index * self.plan.steps_per_rollout + i
-            self.tracker.log(kind, number, {f"{prefix}/{name}": value for name, value in metrics.items()})
+            self.tracker.log(
+                kind, number, {f"{prefix}/{name}": value for name, value in metrics.items()}, rollout=index
+            )
 
     def log_push(self, index: int, report: PushReport) -> None:
         """Log what the training half of an iteration and the push cost."""
