@@ -19,9 +19,9 @@ def test_row_of_two_samples_by_hand() -> None:
     assert packed.layout.positions.tolist() == [[0, 1, 2, 3, 0, 1]]
     assert packed.layout.sample_ids.tolist() == [0, 0, 0, 0, 1, 1]
     assert packed.layout.cumulative.tolist() == [0, 4, 6]
-    assert packed.index.tolist() == [5, 6, 7, 8, 0, 1]
     assert packed.trainable.tolist() == [1, 3, 5]
     assert packed.targets.tolist() == [31, 33, 11]
+    assert packed.columns.tolist() == [6, 8, 1]
 
 
 def test_a_trainable_first_token_is_an_error() -> None:

@@ -66,13 +66,13 @@ class Layout:
         """[1, T] int64, each token's position in its sample."""
         if self.equal_length is not None:
             return torch.arange(self.equal_length, device=self.device).repeat(len(self.lengths)).unsqueeze(0)
-        starts = torch.repeat_interleave(self._starts, torch.tensor(self.lengths))
+        starts = torch.repeat_interleave(self._starts, self._lengths)
         return (torch.arange(self.num_tokens) - starts).unsqueeze(0).to(self.device)
 
     @cached_property
     def sample_ids(self) -> Tensor:
         """[T] int64, the sample each token belongs to, counted in the order of the row."""
-        return torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths)).to(self.device)
+        return torch.repeat_interleave(torch.arange(len(self.lengths)), self._lengths).to(self.device)
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -98,20 +98,22 @@ class Layout:
         return self._regrouping[1]
 
     @cached_property
+    def _lengths(self) -> Tensor:
+        return torch.tensor(self.lengths, dtype=torch.int64)
+
+    @cached_property
     def _starts(self) -> Tensor:
-        lengths = torch.tensor(self.lengths)
-        return lengths.cumsum(0) - lengths
+        return self._lengths.cumsum(0) - self._lengths
 
     @cached_property
     def _regrouping(self) -> tuple[Tensor, Tensor]:
         gathers = []
         restore = torch.empty(self.num_tokens, dtype=torch.int64)
         base = 0
-        lengths = torch.tensor(self.lengths)
         for bucket in self.buckets:
             samples = torch.tensor(bucket.samples)
             steps = torch.arange(bucket.length)
-            last = lengths[samples].unsqueeze(1) - 1
+            last = self._lengths[samples].unsqueeze(1) - 1
             gather = self._starts[samples].unsqueeze(1) + torch.minimum(steps, last)
             real = (steps <= last).flatten().nonzero().squeeze(1)
             gather = gather.flatten()
@@ -128,12 +130,12 @@ class Packed:
     layout: Layout
     tokens: Tensor
     """[1, T] int64."""
-    index: Tensor
-    """[T] int64 on the CPU, positions of the row's tokens in the batch's columns."""
     trainable: Tensor
     """[n] int64, positions in the row of the trainable tokens, none of which is a sample's first."""
     targets: Tensor
     """[n] int64, the ids of those tokens."""
+    columns: Tensor
+    """[n] int64 on the CPU, positions of those tokens in the batch's columns."""
 
 
 def pack(batch: Batch, samples: Sequence[int], device: torch.device) -> Packed:
@@ -151,5 +153,7 @@ def pack(batch: Batch, samples: Sequence[int], device: torch.device) -> Packed:
     if bool(mask[first].any()):
         sample = samples[int(mask[first].nonzero()[0])]
         raise ValueError(f"the first token of sample {sample} is trainable, but nothing precedes it; mask it out")
-    trainable = mask.nonzero().squeeze(1).to(device)
-    return Packed(layout, tokens.unsqueeze(0), index, trainable, tokens[trainable])
+    trainable = mask.nonzero().squeeze(1)
+    columns = index[trainable]
+    trainable = trainable.to(device)
+    return Packed(layout, tokens.unsqueeze(0), trainable, tokens[trainable], columns)
