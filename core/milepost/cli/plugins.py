@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
-from typing import Any, get_args, get_origin
+from collections.abc import Iterable, Iterator, Sequence
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import click
 from pydantic import BaseModel
@@ -46,7 +47,7 @@ def list_plugins(block: tuple[str, ...], as_json: bool) -> None:
     if not registry.plugins:
         click.echo("no plugins are installed")
         return
-    rows = [("PLUGIN", "FROM", "STATE", "PROVIDES")]
+    rows: list[tuple[str, ...]] = [("PLUGIN", "FROM", "STATE", "PROVIDES")]
     for record in registry.plugins:
         provides = ", ".join(f"{item.kind} {item.name}" for item in record.components)
         rows.append((record.name, record.origin, record.state, provides or "-"))
@@ -122,68 +123,80 @@ def _component_json(item: Provided) -> dict[str, Any]:
         "distribution": item.distribution,
         "version": item.version,
         "origin": item.origin,
-        "traits": {key: str(value) for key, value in _traits(item)},
+        "traits": dict(_traits(item)),
         "options": item.component.options.model_json_schema(),
     }
 
 
 def _component_lines(item: Provided) -> Iterator[str]:
     yield f"{item.kind} {item.name}: {item.component.summary}"
-    yield f"  from     plugin {item.plugin}, {item.origin}"
-    for key, value in _traits(item):
-        yield f"  {key:<8} {value}"
-    rows = list(_option_rows(item.component.options))
-    yield "  options" if rows else "  options  none"
-    for line in _table(rows):
+    facts = [("from", f"plugin {item.plugin}, {item.origin}"), *_traits(item)]
+    for line in _table(facts):
+        yield f"  {line}"
+    options = list(_option_lines(item.component.options))
+    yield "  options" if options else "  no options"
+    for line in options:
         yield f"    {line}"
 
 
-def _traits(item: Provided) -> Iterator[tuple[str, Any]]:
-    """The traits that are plain values; functions say nothing to a reader."""
+def _traits(item: Provided) -> Iterator[tuple[str, str]]:
+    """The traits that say something: neither functions, which a reader cannot look into, nor what is empty."""
     for trait in dataclasses.fields(item.component.traits):
         value = getattr(item.component.traits, trait.name)
-        if isinstance(value, (tuple, frozenset)):
-            yield trait.name, ", ".join(sorted(value))
-        elif value is not None and not callable(value):
-            yield trait.name, value
+        if isinstance(value, bool):
+            yield trait.name, "yes" if value else "no"
+        elif isinstance(value, (tuple, frozenset)):
+            yield trait.name, ", ".join(sorted(value)) or "none"
+        elif value and not callable(value):
+            yield trait.name, str(value)
 
 
-def _option_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+def _option_lines(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Name, type, default and meaning of each option; those of a nested model follow it, with a dotted name."""
+    model.model_rebuild()  # descriptions and late annotations are filled in when a model is first used
     for name, info in model.model_fields.items():
-        default = "required" if info.is_required() else f"= {_default(info)}"
-        doc = " ".join((info.description or "").split())
-        yield f"{prefix}{name}", _type(info), default, doc
+        yield f"{prefix}{name}: {_type(info.annotation, info.metadata)}{_default(info)}"
+        if info.description:
+            yield f"    {' '.join(info.description.split())}"
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from _option_rows(info.annotation, f"{prefix}{name}.")
+            yield from _option_lines(info.annotation, f"{prefix}{name}.")
 
 
 def _default(info: FieldInfo) -> str:
-    return repr(info.get_default(call_default_factory=True, validated_data={}))
+    if info.is_required():
+        return " (required)"
+    if info.default_factory is not None:
+        return " (default made anew)"
+    return f" = {info.default!r}"
 
 
-def _type(info: FieldInfo) -> str:
-    """The field's type as one would write it, followed by its limits."""
-    limits = [_limit(part) for part in info.metadata]
-    return ", ".join([_annotation(info.annotation), *(limit for limit in limits if limit)])
-
-
-def _limit(part: object) -> str:
+def _type(annotation: Any, metadata: Iterable[object] = ()) -> str:
+    """A type as one would write it, followed by its limits."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        constraints = [part for part in arguments[1:] for part in (getattr(part, "metadata", None) or [part])]
+        return _type(arguments[0], constraints)
+    if origin is Literal:
+        text = " | ".join(repr(choice) for choice in arguments)
+    elif origin in (Union, UnionType):
+        text = " | ".join(_type(choice) for choice in arguments)
+    elif arguments:
+        text = f"{getattr(origin, '__name__', origin)}[{', '.join(_type(part) for part in arguments)}]"
+    elif annotation in (None, type(None)):
+        text = "None"
+    elif annotation is Ellipsis:
+        text = "..."
+    else:
+        text = getattr(annotation, "__name__", str(annotation))
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    return " ".join(f"{sign} {getattr(part, name)}" for name, sign in signs.items() if hasattr(part, name))
+    limits = [
+        f"{sign} {getattr(part, name):g}" for part in metadata for name, sign in signs.items() if hasattr(part, name)
+    ]
+    return f"{text} ({', '.join(limits)})" if limits else text
 
 
-def _annotation(annotation: Any) -> str:
-    if isinstance(annotation, type) and not get_args(annotation):
-        return "None" if annotation is type(None) else annotation.__name__
-    if get_origin(annotation) is None:
-        return str(annotation).removeprefix("typing.")
-    return str(annotation).replace("typing.", "").replace("NoneType", "None")
-
-
-def _table(rows: list[tuple[str, ...]] | list[tuple[str, str, str, str]]) -> Iterator[str]:
-    if not rows:
-        return
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
