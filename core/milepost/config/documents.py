@@ -86,6 +86,8 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
+_PLAIN = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
 Report: TypeAlias = Callable[[Problem], None]
 
 
@@ -110,6 +112,9 @@ class _Reader:
             self.open.pop()
 
     def _value(self, node: yaml.Node, path: str) -> Value:
+        if isinstance(node, yaml.CollectionNode) and node.tag not in _PLAIN:
+            self.report(Problem(path, f"cannot read this value: tag {node.tag} is not allowed", self.origin(node)))
+            return None
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
