@@ -15,7 +15,9 @@ MODEL_FOLDERS = ("model.path", "reference.path", "teacher.path", "critic.init_fr
 
 def resolve_path(text: str, base_dir: Path) -> Path:
     """Return the absolute path that a text in a run config means: relative ones begin at `base_dir`, `~` is home."""
-    return Path(base_dir, Path(text).expanduser()).absolute()
+    path = Path(base_dir, Path(text).expanduser()).absolute()
+    # Links keep their names, except where `..` has to be taken out.
+    return path.resolve() if ".." in path.parts else path
 
 
 def input_paths(sections: Mapping[str, Any] | RunConfig) -> Iterator[tuple[str, str]]:
@@ -57,7 +59,7 @@ def _missing(path: str, text: str, place: Path, base_dir: Path) -> str | None:
         return None
     state = "is not that" if place.exists() else "does not exist"
     message = f"{text!r} was given, expected {expected}; {place} {state}"
-    here = Path(text).expanduser().absolute()
+    here = resolve_path(text, Path.cwd())
     if here != place and here.exists():
         # Paths on the command line are easily meant from the working directory.
         return f"{message} (relative paths begin at {base_dir}; {here} exists: give that absolute path)"

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from milepost.config.choices import Choice, Chooser, component_sections, kernel_keys
 from milepost.config.documents import Node, join, leaves, merge, nest, read_file, read_sets
-from milepost.config.files import missing_files
+from milepost.config.files import missing_files, resolve_path
 from milepost.config.messages import Validator, show, unknown_key
 from milepost.config.schema import PluginsSection, RunConfig
 from milepost.errors import ConfigError, Problem
@@ -89,7 +89,7 @@ def load_config(
     tree = composer.compose(files, tuple(sets), [*flags, *_block_flags(block)])
     if tree is None:
         raise ConfigError(problems)
-    base_dir = files[-1].expanduser().absolute().parent
+    base_dir = resolve_path(str(files[-1]), Path.cwd()).parent
     validator = Validator(tree, _elsewhere())
     sections = _validate_sections(tree, validator)
     chosen: dict[str, Choice] = {}
