@@ -197,7 +197,7 @@ def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     return difference / sum(float(right[name].square().sum()) for name in right) ** 0.5
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_gradients_equal_plain_transformers(
     checkpoint: Path, dtype: torch.dtype, tolerance: float, recompute: str
@@ -206,6 +206,12 @@ def test_gradients_equal_plain_transformers(
     settings = {"kl_loss_type": "k3", **coefficients}
     trainer = make_trainer(checkpoint, dtype, algorithm=settings, trainer={"recompute": recompute})
     batch = make_batch()
+    counts = [int(part.sum()) for part in batch["mask"].split(LENGTHS)]
+    weights = [
+        torch.full((length,), 1 / (8 * max(n, 1)), dtype=dtype) for length, n in zip(LENGTHS, counts, strict=True)
+    ]
+    torch.testing.assert_close(torch.where(batch["mask"], torch.cat(weights).float(), 0.0), batch["weights"])
+    batch["weights"] = torch.cat(weights)
     result = trainer.step("actor", make_step(budget=30), batch)
     assert not result.skipped
     expected = plain_grpo_gradients(checkpoint, batch, dtype, **coefficients)
