@@ -327,8 +327,7 @@ class LocalEngine:
             self._decoder.copy_rows(sources, targets, longest)
             logits = logits[torch.tensor([order[context] for context in contexts], device=device)]
         self.counters.prompts += len(requests)
-        self._rows.add(requests, [len(context) for context in contexts])
-        self._retire(self._rows.sample(start, logits))
+        self._retire(self._rows.add(requests, [len(context) for context in contexts], logits))
 
     def _prefill(self, first: dict[tuple[int, ...], int]) -> Tensor:
         """Run each distinct context into its row; return logits [n, V] in the order of `first`."""

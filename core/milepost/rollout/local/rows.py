@@ -1,7 +1,7 @@
 """Requests, and the rows of the batch that is being decoded.
 
-Row r of the batch is slot r of the decoder's cache. Per-row numbers are columns of arrays, so that a step costs a few
-array operations however many rows there are; only what ends a row is looked at row by row.
+Row r of the batch is slot r of the decoder's cache. What a step produces is written as one line of a table with a
+column per row, so that its cost hardly depends on the number of rows; only what ends a row is looked at row by row.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from milepost.rollout.engine import SamplingParams
 from milepost.rollout.local.sampling import Sampler
 from milepost.samples import Sample, Status, Task
 
-UNIFORMS_BLOCK = 64
-"""Random numbers a request draws at once."""
+BLOCK = 64
+"""Steps for which random numbers are drawn at once."""
 
 
 def request_generator(key: Sequence[int]) -> np.random.Generator:
@@ -49,7 +49,7 @@ class Request:
     log_probs: list[NDArray[np.float32]] = field(default_factory=list)
     versions: list[NDArray[np.int32]] = field(default_factory=list)
     uniforms: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
-    """Current block of random numbers."""
+    """Random numbers that were drawn before an interruption and not used."""
 
     @property
     def num_sampled(self) -> int:
@@ -60,10 +60,16 @@ class Request:
         """Return all tokens so far, prompt included."""
         return np.concatenate([self.prompt, *self.tokens])
 
+    def draw(self, count: int) -> NDArray[np.float32]:
+        """Return the next `count` numbers of the request's stream, in [0, 1)."""
+        fresh = self.generator.random(max(0, count - len(self.uniforms)), dtype=np.float32)
+        stream = np.concatenate([self.uniforms, fresh]) if len(self.uniforms) else fresh
+        self.uniforms = stream[count:]
+        return stream[:count]
+
     def sample(self, status: Status, decode: Callable[[list[int]], str]) -> Sample:
         """Return the finished sample."""
-        count = len(self.prompt)
-        sampled = self.num_sampled
+        count, sampled = len(self.prompt), self.num_sampled
         return Sample(
             task=self.task,
             tokens=self.context(),
@@ -83,120 +89,149 @@ class Rows:
 
     def __init__(self, decoder: Decoder, decode: Callable[[list[int]], str]) -> None:
         self.requests: list[Request] = []
+        self.longest = 0
+        """Positions the longest row occupies after its next step."""
         self._decoder = decoder
         self._decode = decode
         self._sampler: Sampler | None = None
+        self._stop_texts: list[int] = []
+        """Rows that watch for stop texts."""
         self._is_stop = np.zeros(decoder.vocab_size, np.bool_)
+        """[V] tokens that end some request; whether it is the row's own is looked at then."""
         self._positions = torch.zeros(0, dtype=torch.int64)
-        """Tokens of each row that stand in the cache, which is where its next one goes."""
+        """[R] tokens that stand in the cache, which is where the row's next one goes."""
         self._last = torch.zeros(0, dtype=torch.int64, device=decoder.device)
-        """Each row's latest token, not in the cache yet."""
-        self._counts = np.zeros(0, np.int64)
-        """Tokens sampled since the row was added."""
-        self._earlier = np.zeros(0, np.int64)
-        """Tokens its request had sampled before."""
-        self._limits = np.zeros(0, np.int64)
-        """Tokens it may sample since it was added."""
-        self._tokens = np.zeros((0, UNIFORMS_BLOCK), np.int32)
-        self._probs = np.zeros((0, UNIFORMS_BLOCK), np.float32)
-        self._uniforms = np.zeros((0, UNIFORMS_BLOCK), np.float32)
+        """[R] latest token, not in the cache yet."""
+        self._line = 0
+        """Line of the tables that was written last."""
+        self._starts = np.zeros(0, np.int64)
+        """[R] line of the row's first token."""
+        self._ends = np.zeros(0, np.int64)
+        """[R] line of the last token it may sample."""
+        self._first_end = 0
+        """The least of them."""
+        self._tokens = np.zeros((BLOCK, 0), np.int32)
+        self._probs = np.zeros((BLOCK, 0), np.float32)
+        self._uniforms = np.zeros((BLOCK, 0), np.float32)
+        """Line i serves steps whose line is i modulo BLOCK."""
 
     def __len__(self) -> int:
         return len(self.requests)
 
-    @property
-    def longest(self) -> int:
-        """Positions the longest row occupies after its next step."""
-        return int(self._positions[: len(self)].max()) + 1 if self.requests else 0
+    def add(self, requests: Sequence[Request], lengths: Sequence[int], logits: Tensor) -> list[tuple[int, Status]]:
+        """Append rows whose contexts, of these lengths, have been prefilled, and sample a first token for each.
 
-    def add(self, requests: Sequence[Request], lengths: Sequence[int]) -> None:
-        """Append rows whose contexts, of these lengths, have been prefilled."""
+        `logits` [n, V] float32 come from the prefill. Returns the rows that ended already, and how.
+        """
         start, end = len(self), len(self) + len(requests)
-        if end > len(self._counts):
-            self._grow(max(end, 2 * len(self._counts)))
+        if start == 0:
+            self._line = 0
+        if end > self._tokens.shape[1]:
+            more = max(end, 2 * self._tokens.shape[1]) - self._tokens.shape[1]
+            for name in ("_tokens", "_probs", "_uniforms"):
+                table = getattr(self, name)
+                setattr(self, name, np.concatenate([table, np.zeros((len(table), more), table.dtype)], axis=1))
         self.requests.extend(requests)
-        self._positions[start:end] = torch.as_tensor(lengths)
-        self._counts[start:end] = 0
-        self._earlier[start:end] = [request.num_sampled for request in requests]
-        self._limits[start:end] = [request.limit - request.num_sampled for request in requests]
-        for row, request in enumerate(requests, start):
-            if len(request.uniforms):
-                self._uniforms[row] = request.uniforms
-        self._is_stop[list({token for request in requests for token in request.stop_tokens})] = True
-        self._sampler = None
-
-    def _grow(self, rows: int) -> None:
-        more = rows - len(self._counts)
-        self._positions = torch.cat([self._positions, self._positions.new_zeros(more)])
-        self._last = torch.cat([self._last, self._last.new_zeros(more)])
-        for name in ("_counts", "_earlier", "_limits", "_tokens", "_probs", "_uniforms"):
-            old = getattr(self, name)
-            setattr(self, name, np.concatenate([old, np.zeros((more, *old.shape[1:]), old.dtype)]))
-
-    def step(self) -> list[tuple[int, Status]]:
-        """Feed each row's latest token and sample the next; return the rows that ended, and how."""
-        count = len(self)
-        logits = self._decoder.step(self._last[:count], self._positions[:count])
-        self._positions[:count] += 1
-        return self.sample(0, logits)
-
-    @torch.inference_mode()
-    def sample(self, start: int, logits: Tensor) -> list[tuple[int, Status]]:
-        """Sample one token for every row from `start` on, from `logits` [R - start, V]; return those that ended."""
-        end = len(self)
-        if start:
-            sampler = Sampler.of([request.params for request in self.requests[start:]], *self._space)
-        else:
-            sampler = self._sampler = self._sampler or Sampler.of([r.params for r in self.requests], *self._space)
-        columns = self._counts[start:end]
-        uniforms = None if sampler.all_greedy else self._draw_uniforms(start, end)
-        tokens, probs = sampler.draw(logits, uniforms)
-        self._last[start:end] = tokens
-        token_ids, values = tokens.cpu().numpy(), probs.cpu().numpy()
-        if not np.isfinite(values).all():
-            raise RunError("the model's logits are not finite; its weights hold a NaN or an infinity")
-        if int(columns.max()) >= self._tokens.shape[1]:
-            self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)], axis=1)
-            self._probs = np.concatenate([self._probs, np.zeros_like(self._probs)], axis=1)
-        index = np.arange(start, end)
-        self._tokens[index, columns] = token_ids
-        self._probs[index, columns] = values
-        columns += 1
-        ending = self._is_stop[token_ids] | (columns >= self._limits[start:end])
-        suspects = set(np.nonzero(ending)[0].tolist())
-        suspects.update(i for i, request in enumerate(self.requests[start:]) if request.params.stop)
-        return [
-            (start + i, status)
-            for i in sorted(suspects)
-            if (status := self._status(start + i, int(token_ids[i]))) is not None
-        ]
+        # The first tokens join the line that the other rows wrote last, so that the next line is everybody's.
+        remaining = np.array([request.limit - request.num_sampled for request in requests])
+        self._starts = np.concatenate([self._starts, np.full(len(requests), self._line)])
+        self._ends = np.concatenate([self._ends, self._line + remaining - 1])
+        self._positions = torch.cat([self._positions, torch.tensor(lengths)])
+        self._last = torch.cat([self._last, self._last.new_zeros(len(requests))])
+        self._is_stop[list(set().union(*(request.stop_tokens for request in requests)))] = True
+        self._draw(range(start, end))
+        self._regroup()
+        return self._record(start, Sampler.of([request.params for request in requests], *self._space), logits)
 
     @property
     def _space(self) -> tuple[int, torch.device]:
         return self._decoder.vocab_size, self._decoder.device
 
-    def _draw_uniforms(self, start: int, end: int) -> Tensor:
-        column = (self._counts[start:end] + self._earlier[start:end]) % UNIFORMS_BLOCK
-        for i in np.nonzero(column == 0)[0].tolist():
-            request = self.requests[start + i]
-            request.uniforms = request.generator.random(UNIFORMS_BLOCK, dtype=np.float32)
-            self._uniforms[start + i] = request.uniforms
-        return torch.from_numpy(self._uniforms[np.arange(start, end), column]).to(self._decoder.device)
+    def _draw(self, rows: Sequence[int]) -> None:
+        """Draw the random numbers these rows need from this line to the end of the block."""
+        offset = self._line % BLOCK
+        for row in rows:
+            if self.requests[row].params.temperature > 0:
+                self._uniforms[offset:, row] = self.requests[row].draw(BLOCK - offset)
+
+    def _regroup(self) -> None:
+        """Bring what is known of all rows together up to date."""
+        self._sampler = None
+        self._stop_texts = [row for row, request in enumerate(self.requests) if request.params.stop]
+        self._first_end = int(self._ends.min()) if self.requests else 0
+        self.longest = int(self._positions.max()) + 1 if self.requests else 0
+
+    def step(self) -> list[tuple[int, Status]]:
+        """Feed each row's latest token and sample the next; return the rows that ended, and how."""
+        logits = self._decoder.step(self._last, self._positions)
+        self._positions += 1
+        self.longest += 1
+        self._line += 1
+        if self._line >= len(self._tokens):
+            self._make_lines()
+        if self._line % BLOCK == 0:
+            self._draw(range(len(self)))
+        if self._sampler is None:
+            self._sampler = Sampler.of([request.params for request in self.requests], *self._space)
+        return self._record(0, self._sampler, logits)
+
+    def _make_lines(self) -> None:
+        """Make room for the current line: over lines that no row needs any more if they are half of all, else anew."""
+        unused = int(self._starts.min()) // BLOCK * BLOCK
+        half = len(self._tokens) // 2
+        for name in ("_tokens", "_probs"):
+            table = getattr(self, name)
+            moved = np.concatenate([table[unused:], np.zeros_like(table[:unused])])
+            setattr(self, name, moved if unused >= half else np.concatenate([table, np.zeros_like(table)]))
+        if unused >= half:
+            self._line -= unused
+            self._starts -= unused
+            self._ends -= unused
+            self._first_end -= unused
+
+    @torch.inference_mode()
+    def _record(self, start: int, sampler: Sampler, logits: Tensor) -> list[tuple[int, Status]]:
+        """Sample into the current line for every row from `start` on; return those that ended."""
+        line, end = self._line, len(self)
+        uniforms = None
+        if not sampler.all_greedy:
+            uniforms = torch.from_numpy(self._uniforms[line % BLOCK, start:end]).to(logits.device)
+        tokens, probs = sampler.draw(logits, uniforms)
+        if start == 0:
+            self._last = tokens
+        else:
+            self._last[start:] = tokens
+        token_ids, values = tokens.cpu().numpy(), probs.cpu().numpy()
+        if not values.min() > 0.0:  # what was drawn is likelier than 0, unless the logits are NaN
+            raise RunError("the model's logits are not finite; its weights hold a NaN or an infinity")
+        self._tokens[line, start:end] = token_ids
+        self._probs[line, start:end] = values
+        suspects = (start + np.flatnonzero(self._is_stop[token_ids])).tolist()
+        if line >= self._first_end:
+            suspects += (start + np.flatnonzero(self._ends[start:] <= line)).tolist()
+        suspects += [row for row in self._stop_texts if row >= start]
+        ended = []
+        for row in sorted(set(suspects)):
+            status = self._status(row, int(token_ids[row - start]))
+            if status is not None:
+                ended.append((row, status))
+        return ended
 
     def _status(self, row: int, token: int) -> Status | None:
         """Return how the row ended with this latest token, or None if it goes on."""
         request = self.requests[row]
         if token in request.stop_tokens or (request.params.stop and self._has_stop_text(row)):
             return Status.COMPLETED
-        return Status.TRUNCATED if self._counts[row] >= self._limits[row] else None
+        return Status.TRUNCATED if self._line >= self._ends[row] else None
 
     def _has_stop_text(self, row: int) -> bool:
         # A stop text that the latest token completes ends in it, so a tail is enough: up to four tokens (bytes) a
         # character, and some for tokens without text.
-        request, count = self.requests[row], int(self._counts[row])
+        request = self.requests[row]
         window = 4 * max(map(len, request.params.stop)) + 8
-        tail = self._tokens[row, max(0, count - window) : count]
-        if count < window and request.tokens:
+        start = max(int(self._starts[row]), self._line + 1 - window)
+        tail = self._tokens[start : self._line + 1, row]
+        if len(tail) < window and request.tokens:
             tail = np.concatenate([*request.tokens, tail])[-window:]
         text = self._decode(tail.tolist())
         return any(stop in text for stop in request.params.stop)
@@ -206,23 +241,37 @@ class Rows:
         gone = sorted(rows)
         removed = []
         for row in gone:
-            request, count = self.requests[row], int(self._counts[row])
-            request.tokens.append(self._tokens[row, :count].copy())
-            request.log_probs.append(np.log(self._probs[row, :count]))
-            request.versions.append(np.full(count, version, np.int32))
+            request, lines = self.requests[row], slice(int(self._starts[row]), self._line + 1)
+            request.tokens.append(self._tokens[lines, row].copy())
+            request.log_probs.append(np.log(self._probs[lines, row]))
+            request.versions.append(np.full(len(request.tokens[-1]), version, np.int32))
+            if request.params.temperature > 0:
+                request.uniforms = np.concatenate([self._uniforms[self._line % BLOCK + 1 :, row], request.uniforms])
             removed.append(request)
         left = len(self) - len(gone)
         holes = [row for row in gone if row < left]
-        movers = [row for row in range(left, len(self)) if row not in set(gone)]
         if holes:
-            for hole, mover in zip(holes, movers, strict=True):
-                self.requests[hole] = self.requests[mover]
-            for name in ("_positions", "_last", "_counts", "_earlier", "_limits", "_tokens", "_probs", "_uniforms"):
-                column = getattr(self, name)
-                column[holes] = column[movers]
-            device = self._decoder.device
-            occupied = int(self._positions[holes].max())
-            self._decoder.copy_rows(torch.tensor(movers, device=device), torch.tensor(holes, device=device), occupied)
+            leaving = set(gone)
+            movers = [row for row in range(left, len(self)) if row not in leaving]
+            self._move(movers, holes)
         del self.requests[left:]
-        self._sampler = None
+        self._positions, self._last = self._positions[:left], self._last[:left]
+        self._starts, self._ends = self._starts[:left], self._ends[:left]
+        self._regroup()
         return removed
+
+    @torch.inference_mode()
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        """Put rows in the place of others."""
+        for source, target in zip(sources, targets, strict=True):
+            self.requests[target] = self.requests[source]
+        lines = slice(int(self._starts[sources].min()), self._line + 1)
+        for table in (self._tokens[lines], self._probs[lines], self._uniforms):
+            table[:, targets] = table[:, sources]
+        for column in (self._positions, self._last):
+            column[targets] = column[sources]
+        for bounds in (self._starts, self._ends):
+            bounds[targets] = bounds[sources]
+        device = self._decoder.device
+        occupied = int(self._positions[targets].max())
+        self._decoder.copy_rows(torch.tensor(sources, device=device), torch.tensor(targets, device=device), occupied)
