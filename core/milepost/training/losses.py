@@ -121,7 +121,9 @@ def policy_objective(
     return (weights * total).sum(), metrics
 
 
-def value_objective(algorithm: Algorithm, inputs: ValueInputs, weights: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+def value_objective(
+    algorithm: Algorithm | HasValueLoss, inputs: ValueInputs, weights: Tensor
+) -> tuple[Tensor, dict[str, Metric]]:
     """Sum over trainable tokens of w x the critic's loss: the algorithm's own, or the clipped one without factor 1/2.
 
     Args:
