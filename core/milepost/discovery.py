@@ -150,7 +150,7 @@ def load_plugins(
     warnings = []
     for entry in dict.fromkeys(block):
         if not any(candidate.is_named_by(entry) for candidate in candidates):
-            known = sorted({form for c in candidates for form in (c.name, f"{c.distribution}:{c.name}")})
+            known = sorted(f"{c.distribution}:{c.name}" if ":" in entry else c.name for c in candidates)
             near = get_close_matches(entry, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             warnings.append(f"blocked plugin {entry!r} is not installed, so blocking it does nothing{hint}")
