@@ -2,6 +2,7 @@
 
 VENV ?= .venv
 SEED ?= 0
+RUN_DIR ?= runs/quickstart-seed$(SEED)
 # More flags for `milepost train`, for example ARGS="--set optimizer.lr=0".
 ARGS ?=
 # More flags for pytest, for example PYTEST_ARGS="tests/config -k unknown".
@@ -24,7 +25,7 @@ help:  ## list the commands
 
 quickstart: $(VENV)/.quickstart  ## set up, then train a tiny Qwen3 on sums with GRPO (SEED=0, ARGS="--set ...")
 	$(BIN)/python examples/quickstart/make.py --seed $(SEED)
-	$(BIN)/milepost train examples/quickstart.yaml --set run.seed=$(SEED) $(ARGS)
+	$(BIN)/milepost train examples/quickstart.yaml --set run.seed=$(SEED) --run-dir $(RUN_DIR) $(ARGS)
 
 test: $(VENV)/.dev  ## set up what the tests need and run them all (PYTEST_ARGS="...")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -30,10 +30,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
-LARGEST = 99
+SMALLEST, LARGEST = 10, 99
+"""Operands have two digits each."""
 NUM_HELDOUT = 500
 NUM_TRAIN = 6000
 MAX_POSITIONS = 64
+MARK = "made.json"
+"""Says what the folder it lies in was made with."""
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 UNKNOWN = "<|unknown|>"
@@ -100,7 +103,7 @@ def make_problems(rng: random.Random) -> tuple[list[Problem], list[Problem]]:
     A pair is held out with its mirror image and with both signs. Every pair of the first part gives a subtraction
     (the larger operand on the left) and two sums; every held-out pair gives one problem.
     """
-    pairs = [(low, high) for high in range(LARGEST + 1) for low in range(high + 1)]
+    pairs = [(low, high) for high in range(SMALLEST, LARGEST + 1) for low in range(SMALLEST, high + 1)]
     rng.shuffle(pairs)
     heldout = []
     for low, high in pairs[:NUM_HELDOUT]:
@@ -219,8 +222,14 @@ def fingerprint(arguments: Arguments) -> dict[str, Any]:
 
 
 def make(out: Path, arguments: Arguments) -> None:
-    """Make everything in a folder beside `out` and move it there when it is complete."""
+    """Make everything in a folder beside `out` and move it there when it is complete.
+
+    Raises SystemExit if `out` holds anything else, which is never replaced.
+    """
     import torch
+
+    if out.exists() and not (out / MARK).is_file() and any(out.iterdir()):
+        raise SystemExit(f"{out} exists and was not made by this program; give another --out, or remove it yourself")
 
     torch.manual_seed(arguments.seed)
     rng = random.Random(arguments.seed)
@@ -237,15 +246,15 @@ def make(out: Path, arguments: Arguments) -> None:
     tokenizer.save_pretrained(partial / "model")
     write_problems(partial / "train.jsonl", rng.sample(learned, NUM_TRAIN))
     write_problems(partial / "heldout.jsonl", heldout)
-    (partial / "made.json").write_text(json.dumps(fingerprint(arguments), indent=2) + "\n", encoding="utf-8")
+    (partial / MARK).write_text(json.dumps(fingerprint(arguments), indent=2) + "\n", encoding="utf-8")
     if out.exists():
         shutil.rmtree(out)
     partial.rename(out)
 
 
 def is_made(out: Path, arguments: Arguments) -> bool:
-    """Whether `out` holds what these arguments would make. `made.json` comes last, so it vouches for the rest."""
-    mark = out / "made.json"
+    """Whether `out` holds what these arguments would make. It is written last, so it vouches for the rest."""
+    mark = out / MARK
     return mark.is_file() and json.loads(mark.read_text(encoding="utf-8")) == fingerprint(arguments)
 
 
@@ -256,12 +265,10 @@ def parse(argv: Sequence[str] | None) -> tuple[Path, Arguments, int]:
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems, demonstrations and weights")
     parser.add_argument("--hidden", type=int, default=128, help="hidden size, a multiple of 8 (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=3, help="layers (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=240, help="supervised steps (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=128, help="demonstrations per step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=700, help="supervised steps (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=64, help="demonstrations per step (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=2e-3, help="largest learning rate (default: %(default)s)")
-    parser.add_argument(
-        "--wrong", type=float, default=0.65, help="share of wrong demonstrations (default: %(default)s)"
-    )
+    parser.add_argument("--wrong", type=float, default=0.6, help="share of wrong demonstrations (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: %(default)s)")
     given = parser.parse_args(argv)
     if given.hidden % 8:
