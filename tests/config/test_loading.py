@@ -155,7 +155,7 @@ def test_problems_of_all_sections_come_together(project: Path) -> None:
     assert found["rollout.temprature"] == "unknown key; did you mean 'temperature'? (bad.yaml:5)"
     assert "did you mean 'toy'" in found["algorithm.name"]
     assert found["optimizer.lr"] == "expected a number, got 'fast' (bad.yaml:7)"
-    assert found["optimizer.betas.1"] == "must be at most 1.0, got 2 (bad.yaml:7)"
+    assert found["optimizer.betas.1"] == "must be at most 1, got 2 (bad.yaml:7)"
     assert found["trainer.backend"] == (
         "expected 'torch' or 'megatron', got 'megatorn'; did you mean 'megatron'? (bad.yaml:8)"
     )

@@ -208,6 +208,8 @@ def _syntax_problem(error: yaml.YAMLError, shown: str) -> Problem:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         what = " ".join(part for part in (error.context, error.problem) if part)
+        if error.context_mark is not None and error.context_mark.line != mark.line:
+            what += f" (it begins on line {error.context_mark.line + 1})"
         return Problem("", f"not valid YAML: {what}, column {mark.column + 1}", f"{shown}:{mark.line + 1}")
     return Problem("", f"not valid YAML: {' '.join(str(error).split())}", shown)
 

@@ -237,7 +237,9 @@ def _sentence(findings: Sequence[ErrorDetails]) -> str:
             return f"expected {context.get('expected')}, got {show(given)}{hint}"
         if kind in _BOUNDS:
             words, bound = _BOUNDS[kind]
-            return f"must be {words} {context.get(bound)}, got {show(given)}"
+            limit = context.get(bound)
+            shown = f"{limit:g}" if isinstance(limit, float) else limit
+            return f"must be {words} {shown}, got {show(given)}"
         if kind in _LENGTHS:
             words, bound, unit = _LENGTHS[kind]
             count = context.get(bound)
