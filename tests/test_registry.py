@@ -1,88 +1,17 @@
 from __future__ import annotations
 
-import hashlib
-import os
-import pickle
-import re
-import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError
-from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
-from typing import Any
 
 import pytest
 from milepost import registry as registry_module
-from milepost.components import KERNEL_KEYS, NoOptions
-from milepost.config.schema import ComponentSection, RunConfig
+from milepost.components import NoOptions
 from milepost.errors import ConfigError, PluginError, Problem
 from milepost.registry import Registry, current, resolve, use
-
-REWARD = """
-    import milepost
-    from milepost.components import RewardTraits
-
-    class Options(milepost.Options):
-        scale: float = 1.0
-        \"\"\"What the score is multiplied by.\"\"\"
-
-    class Constant:
-        def __init__(self, scale):
-            self.scale = scale
-
-        def score(self, sample):
-            return self.scale
-
-    @milepost.hookimpl
-    def milepost_rewards():
-        build = lambda options: Constant(options.scale)
-        return [milepost.Component("NAME", Options, RewardTraits(), build, "Always the same.")]
-"""
-MODEL = """
-    import milepost
-    from milepost.components import ModelTraits
-
-    @milepost.hookimpl
-    def milepost_models():
-        traits = ModelTraits(ARCHITECTURES, lambda config: None, lambda layout, length: 0.0)
-        return [milepost.Component("NAME", milepost.NoOptions, traits, lambda options: "NAME built", "A recipe.")]
-"""
-
-
-class Site:
-    """A folder of real, small distributions, like site-packages."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.modules: list[str] = []
-
-    def install(self, distribution: str, plugins: dict[str, str], version: str = "1.0") -> None:
-        """Write a distribution whose plugins are given as entry-point name to module source."""
-        stem = distribution.replace("-", "_")
-        lines = ["[milepost]"]
-        for name, source in plugins.items():
-            module = re.sub(r"\W", "_", f"plugin_{stem}_{name}_{self.folder}")
-            self.modules.append(module)
-            (self.folder / f"{module}.py").write_text(textwrap.dedent(source))
-            lines.append(f"{name} = {module}")
-        info = self.folder / f"{stem}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-
-    def discover(self) -> Iterable[EntryPoint]:
-        """Return the entry points of these distributions alone."""
-        return [
-            entry
-            for found in distributions(path=[str(self.folder)])
-            for entry in found.entry_points
-            if entry.group == "milepost"
-        ]
-
-    def load(self, **settings: Any) -> Registry:
-        return Registry.load(discover=self.discover, **settings)
+from plugin_site import Site, model, reward, states
 
 
 @pytest.fixture
@@ -101,18 +30,6 @@ def process_registry() -> Iterator[Callable[[Registry | None], None]]:
     before = registry_module._current
     yield use
     use(before)
-
-
-def reward(name: str) -> str:
-    return REWARD.replace("NAME", name)
-
-
-def model(name: str, *architectures: str) -> str:
-    return MODEL.replace("NAME", name).replace("ARCHITECTURES", repr(architectures))
-
-
-def states(registry: Registry) -> dict[str, str]:
-    return {record.label: record.state for record in registry.plugins}
 
 
 def test_a_component_is_found_with_its_provenance(site: Site) -> None:
@@ -402,90 +319,6 @@ def test_what_a_plugin_prints_goes_to_stderr(site: Site, capsys: pytest.CaptureF
     assert err == "hello from import\n"
 
 
-def test_a_hook_module_beside_the_run_config_is_a_plugin(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(textwrap.dedent(reward("mine")))
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-    registry = Registry.load(modules=["mine", "mine"], base_dir=tmp_path, discover=list)
-    (record,) = registry.plugins
-    assert (record.name, record.distribution, record.state, record.digest) == ("mine", "local", "ok", digest)
-    assert registry.get("reward", "mine").origin == f"local:mine.py ({digest})"
-    assert registry.distributions() == {"local:mine": digest}
-    assert "mine" not in sys.modules
-    assert states(Registry.load(modules=["mine"], base_dir=tmp_path, block=["local:mine"], discover=list)) == {
-        "local:mine": "blocked"
-    }
-
-
-def test_loading_a_local_module_again_gives_the_same_classes(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(textwrap.dedent(reward("mine")))
-    first, second = (Registry.load(modules=["mine"], base_dir=tmp_path, discover=list) for _ in range(2))
-    assert first.get("reward", "mine").component.options is second.get("reward", "mine").component.options
-
-
-def test_an_edited_local_module_is_never_taken_from_a_stale_cache(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    digests = []
-    for name in ("one", "two"):
-        file.write_text(textwrap.dedent(reward(name)))
-        os.utime(file, (1_000_000_000, 1_000_000_000))
-        registry = Registry.load(modules=["mine"], base_dir=tmp_path, discover=list)
-        assert registry.names("reward") == [name]
-        digests.append(registry.plugins[0].digest)
-    assert digests[0] != digests[1]
-
-
-def test_a_local_package_has_relative_imports_and_a_hash_of_all_its_source(tmp_path: Path) -> None:
-    package = tmp_path / "ours"
-    package.mkdir()
-    (package / "__init__.py").write_text(
-        textwrap.dedent(reward("ours")).replace(
-            "Constant(options.scale)", "__import__('importlib').import_module('.heavy', __package__).make()"
-        )
-    )
-    (package / "heavy.py").write_text("def make():\n    return 'heavy one'\n")
-    first = Registry.load(modules=["ours"], base_dir=tmp_path, discover=list)
-    assert first.resolve("reward", "ours") == "heavy one"
-    (package / "heavy.py").write_text("def make():\n    return 'heavier two'\n")
-    second = Registry.load(modules=["ours"], base_dir=tmp_path, discover=list)
-    assert second.resolve("reward", "ours") == "heavier two"
-    assert first.plugins[0].digest != second.plugins[0].digest
-    assert second.get("reward", "ours").origin == f"local:ours/ ({second.plugins[0].digest})"
-
-
-def test_a_local_module_that_cannot_be_had_says_why(tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text("raise ValueError('no')")
-    names = ["missing", "../escape", "bad"]
-    registry = Registry.load(modules=names, base_dir=tmp_path, discover=list)
-    missing, escape, bad = registry.plugins
-    assert missing.error == (
-        f"plugins.modules has 'missing', but there is neither {tmp_path / 'missing.py'} nor "
-        f"{tmp_path / 'missing' / '__init__.py'}; create one or remove it"
-    )
-    assert "'../escape'; expected the name of a module" in escape.error
-    assert bad.error == "ValueError: no"
-    assert not [name for name in sys.modules if name.endswith("_bad") and name.startswith("_milepost_local_")]
-
-
-def test_another_process_makes_the_same_registry_and_unpickles_local_options(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(textwrap.dedent(reward("mine")))
-    registry = Registry.load(modules=["mine"], base_dir=tmp_path, block=["local:other"])
-    options = registry.get("reward", "mine").component.options(scale=2.5)
-    parcel = tmp_path / "parcel"
-    parcel.write_bytes(pickle.dumps((dict(registry.settings), registry.distributions(), pickle.dumps(options))))
-    code = (
-        "import pickle, sys; from milepost.registry import Registry\n"
-        "settings, theirs, options = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "registry = Registry.load(**settings)\n"
-        "print(registry.differences(theirs), registry.resolve('reward', 'mine', pickle.loads(options)).score(None))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(parcel)], capture_output=True, text=True, check=False, cwd=tmp_path.parent
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "[] 2.5\n"
-
-
 def test_differences_between_two_sets_of_distributions(site: Site) -> None:
     site.install("acme", {"a": reward("a")}, version="2.0")
     site.install("bolt", {"b": reward("b")})
@@ -557,14 +390,3 @@ def test_a_plugin_may_not_ask_for_others_while_it_is_imported(
     (record,) = site.load().plugins
     assert "do it in Component.build, which runs later" in record.error
     assert "grpo" in current().names("algorithm")
-
-
-def test_kernel_keys_are_the_declared_fields_of_the_sections() -> None:
-    sections = [field.annotation for field in RunConfig.model_fields.values()]
-    declared = {
-        section.kind: frozenset(section.model_fields)
-        for section in sections
-        if isinstance(section, type) and issubclass(section, ComponentSection)
-    }
-    assert {kind: keys for kind, keys in KERNEL_KEYS.items() if kind != "model"} == declared
-    assert KERNEL_KEYS["model"] == frozenset()
