@@ -40,6 +40,7 @@ def test_derived_fields_are_filled_in_and_marked(project: Path) -> None:
         "run.dir": str(project / "runs" / "run"),
         "model.recipe": "toy_model",
         "rollout.max_context_len": 2048,
+        "data.max_prompt_len": 2047,
         "trainer.global_batch_size": 32,
         "trainer.steps_per_rollout": 1,
         "engine.num_engines": 1,
@@ -136,6 +137,7 @@ def test_eval_datasets_take_what_they_do_not_say_from_data(project: Path) -> Non
     first, second = made.config.eval.datasets
     assert (first.prompt_suffix, first.chat_template, first.max_response_len) == ("?", True, 64)
     assert (second.prompt_suffix, second.chat_template, second.max_response_len) == ("Solve it.", False, 32)
+    assert first.max_prompt_len == second.max_prompt_len == 2047
     assert made.origins["eval.datasets.0.chat_template"] == "derived"
     assert made.origins["eval.datasets.0.prompt_suffix"] == "--set"
     assert made.origins["eval.datasets.1.chat_template"] == "--set"

@@ -88,4 +88,5 @@ def test_plan_as_data(project: Path) -> None:
 
 def test_units() -> None:
     assert [quantity(x) for x in (5, 1500, 2.5e9, 3e15)] == ["5", "1.5k", "2.5G", "3P"]
+    assert quantity(4.02e9, giga="B") == "4.02B"
     assert [binary(x) for x in (5, 1536, 2**30, 2**42)] == ["5 B", "1.5 KiB", "1 GiB", "4 TiB"]

@@ -45,4 +45,6 @@ def train(
     summary = loop.train(plan, progress=not quiet)
     click.echo(str(summary))
     if summary.interrupted:
+        again = " with --resume auto" if plan.config.checkpoint.resume == "never" else ""
+        click.echo(f"to go on, run the same command again{again}", err=True)
         ctx.exit(INTERRUPTED)

@@ -122,7 +122,7 @@ def _summary(plan: Plan) -> list[str]:
         ),
         (
             "model",
-            f"{quantity(layout.num_parameters)} parameters, {_count(layout.num_layers, 'layer')} of "
+            f"{quantity(layout.num_parameters, giga='B')} parameters, {_count(layout.num_layers, 'layer')} of "
             f"{layout.hidden_size}{experts}, vocabulary {layout.vocab_size}",
         ),
     ]
@@ -159,9 +159,9 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def quantity(number: float) -> str:
-    """Return a number with three digits and a decimal prefix: 1.5e9 is `1.5G`."""
-    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+def quantity(number: float, giga: str = "G") -> str:
+    """Return a number with three digits and a decimal prefix: 1.5e9 is `1.5G`, or `1.5B` as parameters are counted."""
+    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), (giga, 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{prefix}"
     return f"{number:.3g}"

@@ -58,6 +58,8 @@ class Resolver:
         self._fill("trainer.steps_per_rollout", batch.steps_per_rollout)
         self._fill("rollout.num_rollouts", num_rollouts)
         self._fill("rollout.max_context_len", context)
+        # Longer ones could never be generated from: an engine refuses them, which would end the run.
+        self._fill("data.max_prompt_len", context - 1)
         self._fill("engine.num_engines", num_engines)
         self._fill("algorithm.aggregation", algorithm.aggregation)
         self._fill("optimizer.decay_steps", (num_rollouts - warmup) * batch.steps_per_rollout)
@@ -106,7 +108,7 @@ class Resolver:
         update: dict[str, Any] = {"path": str(resolve_path(dataset.path, self.loaded.base_dir))}
         for key in DatasetFields.model_fields:
             if key not in dataset.model_fields_set:
-                update[key] = getattr(config.data, key)
+                update[key] = self.updates["data"].get(key, getattr(config.data, key))
                 if update[key] != getattr(dataset, key):
                     self.derived.add(f"{path}.{key}")
         if dataset.max_response_len is None:

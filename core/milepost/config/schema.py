@@ -102,7 +102,7 @@ class DatasetFields(Section):
     system: str | None = None
     """System message put before the conversation; needs chat_template."""
     max_prompt_len: Positive | None = None
-    """Prompts of more tokens are dropped, and counted."""
+    """Prompts of more tokens are dropped, and counted; default those that leave no room for a response."""
 
 
 class DataSection(DatasetFields):
