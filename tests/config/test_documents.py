@@ -94,6 +94,7 @@ def test_duplicate_keys_are_reported_with_both_lines(tmp_path: Path) -> None:
         ("a: &x\n  b: *x\n", "refers to itself", "a.yaml:1"),
         ("a: !!python/object:os.system {}\n", "cannot read this value", "a.yaml:1"),
         ("a: 1\n---\nb: 2\n", "not valid YAML", "a.yaml:2"),
+        ("a: \0\n", "not valid YAML", "a.yaml"),
         ("a: {<<: 3}\n", "expected a mapping to take keys from", "a.yaml:1"),
     ],
 )

@@ -183,6 +183,20 @@ def test_truth_values_are_no_numbers(project: Path) -> None:
     assert all("expected a number, got true or false" in message for message in found.values())
 
 
+def test_what_is_missing_is_missing_in_all_files(project: Path) -> None:
+    (project / "a.yaml").write_text("model: {dtype: float32}\n")
+    (project / "b.yaml").write_text("plugins: {modules: [toy_parts]}\nalgorithm: {name: toy}\n")
+    found = problems_of("a.yaml", "b.yaml", sets=("model.recipe=toy_model", "transport.name=toy_near"))
+    assert found["reward.name"].endswith("(a.yaml, b.yaml)")
+    assert found["model.path"].endswith("(a.yaml:1)")
+    assert set(found) == {"model.path", "data.path", "reward.name"}
+
+
+def test_tilde_of_nobody_is_a_plain_name(project: Path) -> None:
+    with pytest.raises(ConfigError, match="/~nobody-of-this-name/x does not exist"):
+        load_config("run.yaml", ["data.path=~nobody-of-this-name/x", "run.seed=-1"])
+
+
 def test_no_config_at_all() -> None:
     with pytest.raises(ConfigError, match="no run config given"):
         load_config([])

@@ -183,8 +183,8 @@ def read_file(path: Path, shown: str, report: Report) -> Node | None:
 
 
 def _read_text(text: str, origin: Callable[[yaml.Node], str], shown: str, report: Report) -> Node | None:
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         document = loader.get_single_node()
         if document is None:
             return Node({}, shown)
@@ -196,8 +196,6 @@ def _read_text(text: str, origin: Callable[[yaml.Node], str], shown: str, report
     except yaml.YAMLError as error:
         report(_syntax_problem(error, shown))
         return None
-    finally:
-        loader.dispose()
     assert isinstance(node.value, dict)
     # A section whose lines are all commented out reads as null: nothing was given.
     sections = {key: Node({}, child.origin) if child.value is None else child for key, child in node.value.items()}
@@ -223,16 +221,14 @@ def read_sets(sets: tuple[str, ...], report: Report) -> Node:
         if not equals or not all(key.split(".")):
             report(Problem("", f"expected KEY=VALUE such as optimizer.lr=2e-6, got {flag!r}", SET))
             continue
-        loader = _Loader(text)
         try:
+            loader = _Loader(text)
             document = loader.get_single_node()
             value = Node(None, SET) if document is None else _Reader(loader, lambda _: SET, report).read(document, key)
         except yaml.YAMLError as error:
-            what = getattr(error, "problem", None) or str(error)
+            what = getattr(error, "problem", None) or " ".join(str(error).split())
             report(Problem(key, f"the value {text!r} is not valid YAML: {what}; quote it if it is text", SET))
             continue
-        finally:
-            loader.dispose()
         tree = merge(tree, nest(key, value), report)
     return tree
 
@@ -270,7 +266,8 @@ def merge(
     for key, node in over.value.items():
         below = join(path, key)
         result[key] = merge(result[key], node, report, replaced=replaced, path=below) if key in result else node
-    return Node(result, over.origin)
+    # What is missing from a mapping is missed in the last file that wrote it; a flag sets single values.
+    return Node(result, base.origin if over.origin.startswith("--") else over.origin)
 
 
 def _indices(keys: Mapping[str, Node]) -> bool:

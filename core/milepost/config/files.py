@@ -15,7 +15,12 @@ MODEL_FOLDERS = ("model.path", "reference.path", "teacher.path", "critic.init_fr
 
 def resolve_path(text: str, base_dir: Path) -> Path:
     """Return the absolute path that a text in a run config means: relative ones begin at `base_dir`, `~` is home."""
-    path = Path(base_dir, Path(text).expanduser()).absolute()
+    try:
+        given = Path(text).expanduser()
+    except RuntimeError:
+        # A `~name` of nobody's home is then the name of a folder.
+        given = Path(text)
+    path = Path(base_dir, given).absolute()
     # Links keep their names, except where `..` has to be taken out.
     return path.resolve() if ".." in path.parts else path
 

@@ -130,6 +130,8 @@ class _Composer:
         result = read[0]
         for tree in [*read[1:], over]:
             result = merge(result, tree, self.report, replaced=self._forget_options)
+        # A section that is missing is missing from all files.
+        result = Node(result.value, ", ".join(map(str, files)))
         for flag in flags:
             result = self._apply(result, flag)
         return result
