@@ -154,8 +154,11 @@ class Run:
         self.trainer.load(latest / "trainer")
         self.progress = Progress(**state["progress"])
         self.parts.prompts.load_state_dict(self.progress.data)
-        self.tracker.truncate(self.progress.written)
         self.saved_index = self.progress.index
+        if self.is_finished(self.progress.index):
+            self.tracker.say(f"already finished: all {self.plan.num_rollouts} rollouts are done")
+            return self.progress.index
+        self.tracker.truncate(self.progress.written)
         self.tracker.say(f"resuming after rollout {self.progress.index} from {latest}")
         return self.progress.index
 
@@ -165,11 +168,7 @@ class Run:
 
     def is_finished(self, index: int) -> bool:
         """Whether the run had already ended after rollout `index`, its last."""
-        summary = self.plan.run_dir / "summary.json"
-        if index < self.plan.num_rollouts - 1 or not summary.is_file():
-            return False
-        self.tracker.say(f"already finished: all {self.plan.num_rollouts} rollouts are done")
-        return True
+        return index >= self.plan.num_rollouts - 1 and (self.plan.run_dir / "summary.json").is_file()
 
     def finished_training(self, index: int) -> None:
         """Note where everything stands, right after the optimizer steps of rollout `index`."""

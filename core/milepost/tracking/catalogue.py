@@ -32,6 +32,8 @@ CATALOGUE: dict[str, Entry] = {
         "Groups whose rewards are all equal, from which a group-relative advantage learns nothing.", "fraction"
     ),
     "rollout/dropped_groups": Entry("Groups that the filter dropped and others replaced.", "groups"),
+    "rollout/reward_failures": Entry("Samples whose reward failed and that got `reward.on_error`.", "samples"),
+    "rollout/reward_restarts": Entry("Reward workers that were killed or died, and were replaced.", "workers"),
     "train/loss": Entry("The loss that was minimised: policy term, entropy bonus and KL term together.", ""),
     "train/pg_loss": Entry("Policy term of the loss, after clipping and correction.", ""),
     "train/kl_loss": Entry("KL term against the reference, weighted as the loss is, before its coefficient.", "nats"),
@@ -70,6 +72,7 @@ CATALOGUE: dict[str, Entry] = {
     "critic/lr": Entry("The critic's learning rate.", ""),
     "critic/skipped": Entry("1 where the critic's loss or gradient was not finite; else 0.", ""),
     "perf/rollout_time": Entry("Generating and scoring the rollout.", "seconds"),
+    "perf/reward_time": Entry("Time inside rewards, added up over workers; it overlaps generation.", "seconds"),
     "perf/tokens_per_gpu_per_second": Entry("Sampled tokens, by rank and second of rollout time.", "tokens per second"),
     "perf/train_wait_time": Entry("The trainer waiting: engines generating and falling asleep.", "seconds"),
     "perf/actor_train_time": Entry("The actor's forward passes and optimizer steps.", "seconds"),
