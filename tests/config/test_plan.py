@@ -296,6 +296,36 @@ def test_a_path_meant_from_the_working_directory_is_recognised(project: Path, mo
     assert f"{project}/elsewhere/mine.jsonl exists: give that absolute path" in message
 
 
+def test_built_ins_are_the_defaults(project: Path) -> None:
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
+    (project / "model" / "config.json").write_text(json.dumps(config))
+    (project / "plain.yaml").write_text(
+        "model: {path: model}\n"
+        "data: {path: train.jsonl}\n"
+        "rollout: {num_rollouts: 1, batch_size: 2, samples_per_prompt: 2}\n"
+        "reward: {name: deepscaler}\n"
+    )
+    made = make_plan(load_config("plain.yaml"))
+    chosen = [getattr(made, kind).name for kind in ("algorithm", "advantage", "reward", "model", "transport")]
+    assert chosen == ["grpo", "group", "deepscaler", "qwen3", "ipc"]
+    assert made.origins["transport.name"] == made.origins["advantage.name"] == "derived"
+    assert made.origins["algorithm.name"] == made.origins["algorithm.eps_clip"] == "default"
+    # Embedding 512 x 64; per layer q 64 x 64, k and v 64 x 32, o 64 x 64, three 64 x 128, norms 64 + 64 + 16 + 16.
+    assert made.layout.num_parameters == 512 * 64 + 2 * (4096 + 2 * 2048 + 4096 + 3 * 8192 + 160) + 64
+
+
 def test_a_broken_check_is_the_plugins_fault(project: Path) -> None:
     with pytest.raises(PluginError, match=r"the check of 'toy_broken' from local:toy_parts.py .* failed"):
         plan("algorithm.name=toy_broken")

@@ -76,6 +76,15 @@ def test_plan_as_text(project: Path) -> None:
     assert text.splitlines()[-1] == "warning: eval.interval: has no effect: eval.datasets is empty (--set)"
 
 
+def test_plan_says_what_cannot_be_run(project: Path) -> None:
+    made = plan("engine.backend=sglang")
+    assert plan_text(made).splitlines()[-1] == (
+        "cannot be run: engine.backend: 'sglang' can be planned, but not be run by this version; use 'local' (--set)"
+    )
+    assert len(plan_data(made)["unsupported"]) == 1
+    assert plan_data(plan())["unsupported"] == []
+
+
 def test_plan_as_data(project: Path) -> None:
     made = plan()
     data = json.loads(json.dumps(plan_data(made)))

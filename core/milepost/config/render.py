@@ -11,6 +11,7 @@ import yaml
 
 from milepost.config.estimates import estimate
 from milepost.config.plan import Plan
+from milepost.config.runnable import unsupported
 from milepost.config.schema import RunConfig
 
 _VALUE_WIDTH = 44
@@ -90,13 +91,16 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "layout": asdict(plan.layout),
         "estimates": asdict(estimate(plan)),
         "warnings": list(plan.warnings),
+        "unsupported": [str(problem) for problem in unsupported(plan)],
     }
 
 
 def plan_text(plan: Plan) -> str:
     """Return a plan to read: every value with its origin, then what follows from them."""
     lines = [*config_lines(plan.config, plan.origins), "", *_summary(plan)]
-    lines += ["", *(f"warning: {warning}" for warning in plan.warnings)] if plan.warnings else []
+    notes = [f"warning: {warning}" for warning in plan.warnings]
+    notes += [f"cannot be run: {problem}" for problem in unsupported(plan)]
+    lines += ["", *notes] if notes else []
     return "\n".join(lines)
 
 
