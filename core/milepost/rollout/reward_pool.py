@@ -40,7 +40,8 @@ class Call:
     """Becomes the answer (a RunError if the pool is broken or closed) and the seconds it took."""
     suspect: bool = False
     """Was running, among others, when a worker was lost: it runs alone the next time, to find the one to blame."""
-    taken: bool = False
+    wanted: bool = True
+    """Set to False by who no longer waits for the answer; the call is dropped at the next occasion."""
     sent: float = 0.0
 
 
@@ -105,7 +106,7 @@ class WorkerPool:
     def take(self, *, room: int, idle: bool) -> list[Call]:
         """Hand out at most `room` queued calls, less if that leaves more for other workers.
 
-        A suspect goes alone, to an idle worker. Calls that were cancelled meanwhile are dropped.
+        A suspect goes alone, to an idle worker. Calls that nobody waits for any more are dropped.
         """
         taken: list[Call] = []
         with self._lock:
@@ -113,12 +114,11 @@ class WorkerPool:
             room = min(room, -(-len(self._queue) // share))
             while self._queue and len(taken) < room:
                 call = self._queue[0]
-                if call.suspect and (taken or not idle):
+                if call.wanted and call.suspect and (taken or not idle):
                     break
                 self._queue.popleft()
-                if not call.taken and not call.future.set_running_or_notify_cancel():
+                if not call.wanted:
                     continue
-                call.taken = True
                 taken.append(call)
                 if call.suspect:
                     break
@@ -150,7 +150,7 @@ class WorkerPool:
         """Stop the pool: `error` is the answer to everything queued now or later. The first error stays."""
         with self._lock:
             self._error = self._error or error
-            calls = [call for call in self._queue if call.taken or call.future.set_running_or_notify_cancel()]
+            calls = list(self._queue)
             self._queue.clear()
             if not self.ready.done():
                 self.ready.set_result(self._error)
@@ -289,7 +289,7 @@ class _Driver(threading.Thread):
         except ProtocolError as error:
             raise WorkerLostError(str(error)) from error
         self._progress = time.monotonic()
-        self._flight.pop(number).future.set_result((answer, seconds))
+        _settle([self._flight.pop(number)], answer, seconds)
         return not (isinstance(answer, Failure) and answer.kind == "memory")
 
     def _time_left(self, now: float) -> float:
@@ -313,7 +313,7 @@ class _Driver(threading.Thread):
             (guilty,) = suspects
             flight.remove(guilty)
             since = guilty.sent if self._asynchronous else self._progress
-            guilty.future.set_result((Failure(kind, detail[:DETAIL_LIMIT]), time.monotonic() - since))
+            _settle([guilty], Failure(kind, detail[:DETAIL_LIMIT]), time.monotonic() - since)
         else:
             for call in suspects:
                 call.suspect = True
@@ -325,6 +325,8 @@ class _Driver(threading.Thread):
                 pass
 
 
-def _settle(calls: Iterable[Call], error: RunError) -> None:
+def _settle(calls: Iterable[Call], answer: Answer | RunError, seconds: float = 0.0) -> None:
     for call in calls:
-        call.future.set_result((error, 0.0))
+        # A future that its waiter has cancelled takes no result.
+        if call.future.set_running_or_notify_cancel():
+            call.future.set_result((answer, seconds))

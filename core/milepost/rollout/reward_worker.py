@@ -23,7 +23,7 @@ from typing import Any
 
 from milepost.errors import MilepostError
 from milepost.registry import Registry, resolve, use
-from milepost.rollout.reward_calls import Scope, call_reward, checked, failure_of, is_asynchronous, scope_of
+from milepost.rollout.reward_calls import Failure, Scope, call_reward, checked, failure_of, is_asynchronous, scope_of
 from milepost.rollout.reward_wire import Answer, decode_calls, encode_answer, encode_line
 from milepost.samples import Sample
 
@@ -100,11 +100,14 @@ async def _serve_overlapping(channel: socket.socket, reward: Any, scope: Scope, 
     async def answer_call(number: int, samples: Sequence[Sample]) -> None:
         began = time.perf_counter()
         answer: Answer
+        limit = asyncio.timeout(timeout)
         try:
-            async with asyncio.timeout(timeout):
+            async with limit:
                 answer = checked(scope, await call_reward(reward, scope, samples), len(samples))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises costs this score and no more
             answer = failure_of(error)
+            if limit.expired():
+                answer = Failure("timeout", f"no score within {timeout:g} s; where it was then:\n{answer.detail}")
         seconds = time.perf_counter() - began
         _leave_if_forked(pid)
         writer.write(encode_answer(number, answer, seconds))

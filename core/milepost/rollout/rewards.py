@@ -25,7 +25,7 @@ from milepost.config.schema import RewardSection
 from milepost.errors import RunError
 from milepost.registry import resolve
 from milepost.rollout.reward_calls import Failure, Rewards, Scope, call_reward, checked, failure_of, scope_of
-from milepost.rollout.reward_pool import OVERLAP, Call, WorkerPool
+from milepost.rollout.reward_pool import Call, WorkerPool
 from milepost.rollout.reward_wire import Answer
 from milepost.samples import Sample
 
@@ -131,7 +131,8 @@ class RewardPool:
                 self._count(answer, len(group), seconds)
                 scored.update(zip(group, self._results(answer, len(group)), strict=True))
         finally:
-            for future in answers:
+            for call, future in zip(calls, answers, strict=True):
+                call.wanted = False
                 future.cancel()
         return [scored[place] for place in range(len(samples))]
 
@@ -241,7 +242,6 @@ class _Inline:
         self._section = section
         self._base_dir = base_dir
         self._reward: Any = None
-        self._overlap = asyncio.Semaphore(OVERLAP)
 
     @property
     def pids(self) -> list[int]:
@@ -260,17 +260,16 @@ class _Inline:
 
     async def _answer(self, samples: Sequence[Sample]) -> tuple[Answer, float]:
         scope = scope_of(self._reward)
-        async with self._overlap:
-            began = time.perf_counter()
-            answer: Answer
-            try:
-                result = call_reward(self._reward, scope, samples)
-                if inspect.isawaitable(result):
-                    result = await result
-                answer = checked(scope, result, len(samples))
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - what a reward raises costs this score and no more
-                answer = failure_of(error)
-            return answer, time.perf_counter() - began
+        began = time.perf_counter()
+        answer: Answer
+        try:
+            result = call_reward(self._reward, scope, samples)
+            if inspect.isawaitable(result):
+                result = await result
+            answer = checked(scope, result, len(samples))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - what a reward raises costs this score and no more
+            answer = failure_of(error)
+        return answer, time.perf_counter() - began
 
     def close(self) -> None:
         self._reward = None
