@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/local_engine.py [--repeats 5]
 
-Two shapes of tiny Qwen3 on the CPU: 4 prompts x 4 samples x 32 tokens and 16 x 4 x 64. Both sides sample at temperature 1
-and no row ends early; runs alternate, the medians count.
+Two shapes of tiny Qwen3 on the CPU, 4 prompts x 4 samples x 32 tokens and 16 x 4 x 64. Both sides sample at temperature
+1 and no row ends early; runs alternate, the medians count.
 """
 
 from __future__ import annotations

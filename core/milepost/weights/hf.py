@@ -23,8 +23,8 @@ def load_causal_lm(
 ) -> HFModel:
     """Load the checkpoint folder `path` as an `AutoModelForCausalLM`; nothing is downloaded.
 
-    `remote_code` runs Python code that comes with the checkpoint. Raises ValueError if the model has no separate body
-    and output head.
+    Python code that comes with a checkpoint is not run. Raises ValueError if the model has no separate body and output
+    head.
     """
     from transformers import AutoModelForCausalLM
 
@@ -32,7 +32,7 @@ def load_causal_lm(
         # transformers knows the implementation once this has been imported.
         importlib.import_module("milepost.training.attention")
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=attention, trust_remote_code=remote_code, local_files_only=True
+        path, dtype=dtype, attn_implementation=attention, local_files_only=True
     )
     return take_apart(model.to(device))
 
