@@ -25,6 +25,14 @@ def test_equal_rewards_give_exactly_zero(reward, normalize_std):
     assert result.tolist() == [0.0] * 7
 
 
+def test_equal_rewards_in_float64_have_no_deviation_from_rounding():
+    rewards = torch.full((3,), 0.1, dtype=torch.float64)
+    groups, rollouts = torch.zeros(3, dtype=torch.int64), torch.arange(3)
+    statistics = group_statistics(rewards, groups, rollouts)
+    assert statistics.std.tolist() == [0.0] * 3
+    assert group_advantages(rewards, groups, rollouts, normalize_std=False).tolist() == [0.0] * 3
+
+
 def test_golden_without_std():
     result = group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), ONE_GROUP, RANGE4, normalize_std=False)
     assert result.tolist() == [0.5, -0.5, -0.5, 0.5]
@@ -104,7 +112,9 @@ def test_whitening_of_equal_or_too_few_values_is_zero(count):
 
 
 def test_whitening_keeps_its_digits_far_from_zero():
-    x = torch.arange(100_000) % 2 + 1000.0
+    pattern = [1000.0, 1000.25, 1000.5, 1001.75, 1000.0, 1000.0, 1000.0]
+    mean = sum(pattern) / 7
+    std = (sum((x - mean) ** 2 for x in pattern) / 7) ** 0.5
+    x = torch.tensor(pattern).repeat(100_000)
     result = whiten(x, torch.ones_like(x, dtype=torch.bool))
-    assert result.mean().item() == pytest.approx(0.0, abs=1e-4)
-    assert result[:2].tolist() == pytest.approx([-1.0, 1.0], abs=1e-4)
+    assert result[:7].tolist() == pytest.approx([(x - mean) / std for x in pattern], abs=1e-5)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from milepost.functional.clipping import cispo_loss, clipped_policy_loss
 from milepost.functional.ratios import (
+    effective_sample_size,
     importance_factor,
     log_prob_difference,
     mask_factor,
@@ -38,6 +39,10 @@ def test_ratio_is_one_where_the_difference_is_not_finite_without_gradient():
     rho.sum().backward()
     assert new.grad is not None
     assert new.grad.tolist() == pytest.approx([0.0, 0.0, 0.0, math.exp(-0.1)])
+
+
+def test_ratio_of_a_difference_that_is_not_finite_is_one():
+    assert ratio(torch.tensor([NAN, INF, -INF])).tolist() == [1.0, 1.0, 1.0]
 
 
 def test_ratio_is_exactly_one_on_policy():
@@ -114,3 +119,11 @@ def test_shapes_are_checked_first():
         log_prob_difference(torch.zeros(2), torch.zeros(3))
     with pytest.raises(ValueError, match=r"\(1, 2\)"):
         clipped_policy_loss(torch.zeros(1, 2), torch.zeros(1, 2), 0.2, 0.2)
+
+
+def test_effective_sample_size():
+    mask = torch.tensor([True, True, True, True, False])
+    assert effective_sample_size(torch.tensor([2.0, 2.0, 2.0, 2.0, 9.0]), mask) == 1.0
+    assert effective_sample_size(torch.tensor([1.0, 0.0, 0.0, 0.0, 9.0]), mask) == 0.25
+    assert effective_sample_size(torch.tensor([1.0, 3.0, 0.0, 0.0, 9.0]), mask) == pytest.approx(16 / 40)
+    assert math.isnan(effective_sample_size(torch.zeros(5), mask))

@@ -1,10 +1,10 @@
-"""Golden value 16 of the formulas, explained variance, effective sample size."""
+"""Golden value 16 of the formulas, and explained variance."""
 
 import math
 
 import pytest
 import torch
-from milepost.functional.values import clipped_value_loss, effective_sample_size, explained_variance
+from milepost.functional.values import clipped_value_loss, explained_variance
 
 
 def test_golden_value_loss():
@@ -29,11 +29,3 @@ def test_explained_variance():
     assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0)
     assert math.isnan(explained_variance(returns, torch.ones(4), mask))
     assert math.isnan(explained_variance(returns, returns, torch.tensor([True, False, False, False])))
-
-
-def test_effective_sample_size():
-    mask = torch.tensor([True, True, True, True, False])
-    assert effective_sample_size(torch.tensor([2.0, 2.0, 2.0, 2.0, 9.0]), mask) == 1.0
-    assert effective_sample_size(torch.tensor([1.0, 0.0, 0.0, 0.0, 9.0]), mask) == 0.25
-    assert effective_sample_size(torch.tensor([1.0, 3.0, 0.0, 0.0, 9.0]), mask) == pytest.approx(16 / 40)
-    assert math.isnan(effective_sample_size(torch.zeros(5), mask))

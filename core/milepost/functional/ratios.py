@@ -78,3 +78,21 @@ def truncate_factor(factor: Tensor, low: float, high: float) -> Tensor:
 def mask_factor(factor: Tensor, low: float, high: float) -> Tensor:
     """IcePop: the importance factor [N], 0 outside [low, high]. Token weights stay, so numerators alone change."""
     return torch.where((factor >= low) & (factor <= high), factor, factor.new_zeros(()))
+
+
+def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
+    """(sum w)^2 / (n sum w^2) over the trainable tokens: 1 if all importance weights are equal, 1/n if one has it all.
+
+    Args:
+        weights: [N], importance ratios or factors, 0 or more.
+        mask: [N] bool, trainable tokens.
+
+    Returns:
+        In (0, 1]; NaN where there is no trainable token or every weight is 0.
+    """
+    check_flat(weights=weights, mask=mask)
+    chosen = weights[mask].double()
+    squares = float(chosen.square().sum())
+    if squares == 0.0:
+        return float("nan")
+    return float(chosen.sum()) ** 2 / (chosen.numel() * squares)

@@ -46,21 +46,3 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     if spread == 0.0:
         return float("nan")
     return 1.0 - float((target - values[mask].double()).var()) / spread
-
-
-def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
-    """(sum w)^2 / (n sum w^2) over the trainable tokens: 1 if all importance weights are equal, 1/n if one has it all.
-
-    Args:
-        weights: [N], importance ratios or factors, 0 or more.
-        mask: [N] bool, trainable tokens.
-
-    Returns:
-        In (0, 1]; NaN where there is no trainable token or every weight is 0.
-    """
-    check_flat(weights=weights, mask=mask)
-    chosen = weights[mask].double()
-    squares = float(chosen.square().sum())
-    if squares == 0.0:
-        return float("nan")
-    return float(chosen.sum()) ** 2 / (chosen.numel() * squares)

@@ -25,8 +25,9 @@ def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     count = chosen.numel()
     if count < 2:
         return result
-    # Sums in float64: a float32 sum over a hundred million tokens loses the mean's digits.
+    # The mean is summed in float64 but subtracted in the values' dtype; the second pass removes what that rounded.
     centered = chosen - chosen.sum(dtype=torch.float64) / count
+    centered = centered - centered.sum(dtype=torch.float64) / count
     variance = centered.square().sum(dtype=torch.float64) / (count - 1)
     result[mask] = centered * torch.rsqrt(variance + eps)
     return result

@@ -1,4 +1,4 @@
-"""The promises of an algorithm (see the table in the guide for plugin writers), tried on small ragged batches."""
+"""The promises of an algorithm, tried on a small ragged batch."""
 
 from __future__ import annotations
 
