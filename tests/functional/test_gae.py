@@ -1,6 +1,5 @@
 """Golden values 1 to 5 of the formulas, and the vectorised recursion against a plain one in float64."""
 
-import time
 
 import pytest
 import torch
@@ -168,8 +167,8 @@ def test_reinforce_returns_without_kl_are_the_reward():
     assert result.tolist() == [2.0, 2.0, 3.0]
 
 
-def test_a_million_tokens_are_exact_and_take_no_loop_over_tokens():
-    # 25-30 ms on one core; the bound leaves room for a busy machine and none for a loop in Python (300 ms).
+def test_a_million_tokens_are_exact():
+    # What they cost is benchmarks/gae.py's matter.
     generator = torch.Generator().manual_seed(0)
     num_samples, num_tokens = 4096, 1_000_000
     shares = torch.empty(num_samples).log_normal_(0.0, 0.8, generator=generator)
@@ -178,14 +177,9 @@ def test_a_million_tokens_are_exact_and_take_no_loop_over_tokens():
     values = torch.randn(num_tokens, generator=generator) * 0.3 + 0.5
     rewards = torch.randint(0, 2, (num_samples,), generator=generator).float()
     mask = torch.rand(num_tokens, generator=generator) < 0.9
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        result = gae(rewards, values, mask, lengths, gamma=1.0, lam=0.95)
-        seconds.append(time.perf_counter() - start)
+    result = gae(rewards, values, mask, lengths, gamma=1.0, lam=0.95)
     expected = plain_gae(
         rewards.tolist(), values.tolist(), mask.tolist(), lengths.tolist(), 1.0, 0.95, [0.0] * num_tokens
     )
     error = (result.advantages.double() - torch.tensor(expected, dtype=torch.float64)).abs().max().item()
     assert error < 2e-5
-    assert min(seconds) < 0.15
