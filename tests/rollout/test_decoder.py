@@ -108,7 +108,7 @@ def test_incomplete_unknown_and_misshapen_tensors(kind: Any) -> None:
     model = make_model(LEAN["qwen3-untied-bias"])
     tensors = dict(model.named_parameters())
     decoder = kind(model.config.to_dict(), torch.float32, CPU)
-    with pytest.raises(KeyError, match="no tensor 'model.nothing'"):
+    with pytest.raises(KeyError, match=r"no tensor 'model\.nothing'"):
         decoder.load([("model.nothing", torch.zeros(1))])
     with pytest.raises(ValueError, match=r"'lm_head.weight' has shape \(3, 32\), expected \(61, 32\)"):
         decoder.load([("lm_head.weight", torch.zeros(3, 32))])
