@@ -55,6 +55,10 @@ def does(sample):
             try: os.write(fd, b"{]\n")
             except OSError: pass
         time.sleep(60)
+    if text == "flood":
+        sockets = [int(fd) for fd in os.listdir("/proc/self/fd") if "socket" in os.path.realpath(f"/proc/self/fd/{fd}")]
+        while True:
+            os.write(sockets[0], b"1" * (1 << 20))
     if text == "fork" and os.fork() == 0:
         return 5.0
     return 1.0
@@ -225,6 +229,7 @@ def test_every_kind_of_failure_costs_one_sample_its_score(folder: Path) -> None:
         "text": "invalid",
         "close": "crash",
         "garbage": "crash",
+        "flood": "crash",
         "fork": None,
         "c": None,
     }
@@ -233,8 +238,8 @@ def test_every_kind_of_failure_costs_one_sample_its_score(folder: Path) -> None:
         stats, pids = pool.stats(), pool.worker_pids
     assert dict(zip(expected, kinds(scored), strict=True)) == expected
     assert values(scored) == [1.0 if kind is None else -1.0 for kind in expected.values()]
-    assert stats.failed == {"crash": 5, "exception": 3, "memory": 1, "invalid": 3}
-    assert (stats.scored, stats.failures, stats.restarts) == (16, 12, 6)
+    assert stats.failed == {"crash": 6, "exception": 3, "memory": 1, "invalid": 3}
+    assert (stats.scored, stats.failures, stats.restarts) == (17, 13, 7)
     details = {text: one.failure.detail for text, one in zip(expected, scored, strict=True) if one.failure}
     assert "KeyError: 'lost'" in details["raise"]
     assert "exited with code 3" in details["exit"]
@@ -418,6 +423,24 @@ def test_a_reward_that_cannot_be_built_is_reported(folder: Path, settings: dict[
         for _ in range(2):
             with pytest.raises(RunError, match=message):
                 run(pool.score([sample()]))
+
+
+def test_workers_that_never_last_until_a_call_stop_the_run(folder: Path) -> None:
+    (folder / "reward_leaves.py").write_text(
+        "import os, threading, time\n"
+        "def leave():\n    time.sleep(0.05)\n    os._exit(9)\n"
+        "threading.Thread(target=leave, daemon=True).start()\n"
+        "def score(sample):\n    return 1.0\n"
+    )
+
+    async def work(pool: RewardPool) -> None:
+        await pool.start()
+        await asyncio.sleep(3.0)
+        await pool.score([sample()])
+
+    pool = make(folder, "length", function="reward_leaves:score")
+    with pool, pytest.raises(RunError, match="5 reward workers in a row ended by themselves"):
+        run(work(pool))
 
 
 def test_a_hook_module_beside_the_run_config_is_found_by_the_workers(folder: Path) -> None:

@@ -25,8 +25,12 @@ from milepost.samples import Sample
 
 BATCH = 64
 """Calls sent to a worker in one message, at most."""
+BATCH_TOKENS = 1 << 16
+"""Tokens after which a message gets no further call: writing it must not hold the controller up."""
 OVERLAP = 64
 """Calls of an asynchronous reward that one worker runs at a time."""
+FRUITLESS_LIMIT = 5
+"""Workers that may end in a row without an answer, and without a call to blame for it."""
 GRACE = 1.0
 """Seconds beyond its own limit that a worker with an asynchronous reward gets to cancel a call itself."""
 
@@ -109,10 +113,11 @@ class WorkerPool:
         A suspect goes alone, to an idle worker. Calls that nobody waits for any more are dropped.
         """
         taken: list[Call] = []
+        tokens = 0
         with self._lock:
             share = 2 * len(self._drivers) if len(self._drivers) > 1 else 1
             room = min(room, -(-len(self._queue) // share))
-            while self._queue and len(taken) < room:
+            while self._queue and len(taken) < room and tokens < BATCH_TOKENS:
                 call = self._queue[0]
                 if call.wanted and call.suspect and (taken or not idle):
                     break
@@ -120,6 +125,7 @@ class WorkerPool:
                 if not call.wanted:
                     continue
                 taken.append(call)
+                tokens += sum(map(len, call.samples))
                 if call.suspect:
                     break
         return taken
@@ -179,6 +185,7 @@ class _Driver(threading.Thread):
         self._flight: dict[int, Call] = {}
         self._progress = 0.0
         self._asynchronous = False
+        self._fruitless = 0
 
     def wake(self) -> None:
         """End the wait the thread is in."""
@@ -200,6 +207,12 @@ class _Driver(threading.Thread):
                     self._one_worker(log, first=attempt == 0)
                     if self._pool.error is not None:
                         break
+                    self._fruitless += 1
+                    if self._fruitless == FRUITLESS_LIMIT:
+                        raise RunError(
+                            f"{FRUITLESS_LIMIT} reward workers in a row ended by themselves before they answered "
+                            f"anything; the end of {log.path}:\n{log.shown()}"
+                        )
                     self._pool.worker_replaced()
             finally:
                 log.close()
@@ -224,7 +237,7 @@ class _Driver(threading.Thread):
                 self._pool.worker_ready(ready)
             self._serve(worker)
         except WorkerLostError as lost:
-            detail = f"the worker process was lost: {lost}\nthe end of {log.path}:\n{worker.output_tail()}"
+            detail = f"the worker process was lost: {lost}\nthe end of {log.path}:\n{log.shown()}"
             flight = list(self._flight.values())
             self._blame(flight if self._asynchronous else flight[:1], "crash", detail)
         finally:
@@ -289,6 +302,7 @@ class _Driver(threading.Thread):
         except ProtocolError as error:
             raise WorkerLostError(str(error)) from error
         self._progress = time.monotonic()
+        self._fruitless = 0
         _settle([self._flight.pop(number)], answer, seconds)
         return not (isinstance(answer, Failure) and answer.kind == "memory")
 
@@ -312,6 +326,7 @@ class _Driver(threading.Thread):
         if len(suspects) == 1:
             (guilty,) = suspects
             flight.remove(guilty)
+            self._fruitless = 0
             since = guilty.sent if self._asynchronous else self._progress
             _settle([guilty], Failure(kind, detail[:DETAIL_LIMIT]), time.monotonic() - since)
         else:

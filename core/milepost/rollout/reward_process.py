@@ -28,6 +28,8 @@ LOG_LIMIT = 4 << 20
 """Bytes of output kept per worker of a run; the rest is read and dropped."""
 TAIL_LIMIT = 6000
 """Bytes of output kept in memory for error messages."""
+LINE_LIMIT = 16 << 20
+"""Bytes one answer may have."""
 CHUNK = 1 << 18
 TICK = 0.2
 """Seconds between looks at whether the process is alive: a child of its own can hold its socket open."""
@@ -58,6 +60,10 @@ class CappedLog:
             self._room -= len(data)
             if self._room <= 0:
                 self._file.write(b"\n[the log has reached its limit; further output is dropped]\n")
+
+    def shown(self) -> str:
+        """Return the tail as text."""
+        return self.tail.decode(errors="replace").strip()
 
     def close(self) -> None:
         """Close the file."""
@@ -127,10 +133,10 @@ class WorkerProcess:
         except WorkerLostError as error:
             raise RunError(
                 f"a reward worker ended before its reward was built: {error}\n"
-                f"the end of {self.log.path}:\n{self.output_tail()}"
+                f"the end of {self.log.path}:\n{self.log.shown()}"
             ) from error
         raise RunError(
-            f"a reward worker was not ready after {START_LIMIT:g} s; the end of {self.log.path}:\n{self.output_tail()}"
+            f"a reward worker was not ready after {START_LIMIT:g} s; the end of {self.log.path}:\n{self.log.shown()}"
         )
 
     def send(self, line: bytes) -> None:
@@ -173,11 +179,7 @@ class WorkerProcess:
             deadline = time.monotonic() + DUMP_TIME
             while (left := deadline - time.monotonic()) > 0 and selector.select(left) and self._drain():
                 pass
-        return self.output_tail()
-
-    def output_tail(self) -> str:
-        """Return the last of what the worker printed."""
-        return self.log.tail.decode(errors="replace").strip()
+        return self.log.shown()
 
     def kill(self) -> None:
         """End the process, its group and everything else it started; return when it is gone."""
@@ -215,14 +217,19 @@ class WorkerProcess:
 
     def _read(self) -> list[Message]:
         try:
-            while data := self._socket.recv(CHUNK):
+            for _ in range(16):
+                data = self._socket.recv(CHUNK)
+                if not data:
+                    self._hung_up()
+                    break
                 self._incoming += data
-            self._hung_up()
         except BlockingIOError:
             pass
         except ConnectionResetError:
             self._hung_up()
         *lines, rest = bytes(self._incoming).split(b"\n")
+        if len(rest) > LINE_LIMIT:
+            raise WorkerLostError(f"it sent {len(rest)} bytes that are no answer")
         self._incoming = bytearray(rest)
         return [self._parse(line) for line in lines]
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from milepost.errors import RunError
-from milepost.rollout.reward_calls import FAILURE_KINDS, Failure, FailureKind, Rewards
+from milepost.rollout.reward_calls import DETAIL_LIMIT, FAILURE_KINDS, Failure, FailureKind, Rewards
 from milepost.samples import Sample, Status, Task
 
 Message = dict[str, Any]
@@ -83,7 +83,7 @@ def decode_answer(message: Message, flight: Mapping[int, Sequence[Any]]) -> tupl
         raise ProtocolError(f"not an answer to a call: {str(message)[:200]}")
     kind, rewards = message.get("kind"), message.get("rewards")
     if kind in FAILURE_KINDS:
-        return number, Failure(cast(FailureKind, kind), str(message.get("detail", ""))), seconds
+        return number, Failure(cast(FailureKind, kind), str(message.get("detail", ""))[-DETAIL_LIMIT:]), seconds
     well_formed = (
         isinstance(rewards, list)
         and len(rewards) == len(flight[number])
