@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from fractions import Fraction
 from typing import Any
 
@@ -10,7 +11,14 @@ import numpy as np
 import pytest
 from milepost.errors import RunError
 from milepost.rollout.reward_calls import Failure, InvalidRewardError, checked, failure_of, is_asynchronous, scope_of
-from milepost.rollout.reward_wire import ProtocolError, decode_answer, decode_calls, encode_answer, encode_calls
+from milepost.rollout.reward_wire import (
+    ProtocolError,
+    decode_answer,
+    decode_calls,
+    encode_answer,
+    encode_calls,
+    encode_line,
+)
 from milepost.samples import Sample, Status, Task
 
 
@@ -61,6 +69,10 @@ def test_samples_arrive_as_they_were() -> None:
 def test_what_is_not_json_is_named() -> None:
     with pytest.raises(RunError, match=r"object is not JSON; .* `reward.placement: inline`"):
         encode_calls([(0, [sample(Task(0, "", ()), metadata={"x": object()})])])
+
+
+def test_dates_of_a_yaml_file_travel_as_text() -> None:
+    assert json.loads(encode_line({"since": date(2026, 11, 30)})) == {"since": "2026-11-30"}
 
 
 def test_answers_arrive_as_they_were() -> None:

@@ -10,6 +10,7 @@ import binascii
 import json
 import math
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any, cast
 
 import numpy as np
@@ -103,6 +104,9 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, np.ndarray):
         return value.tolist()
+    if isinstance(value, date):
+        # YAML reads dates by itself; an options model takes them back from text.
+        return value.isoformat()
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
