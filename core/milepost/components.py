@@ -101,11 +101,18 @@ class AdvantageTraits:
 
     inputs: frozenset[AdvantageInput] = frozenset({"rewards"})
     """What the estimator reads; anything else is absent from its batch."""
+    more_inputs: Callable[[Any], Iterable[AdvantageInput]] | None = None
+    """`more_inputs(options)`: what it reads beside `inputs` only with some options, so that it is not made for nothing
+    with others: a reference policy for a coefficient that is 0."""
     group: bool = False
     """Compares the samples of a group, so it wants two or more."""
     returns: bool = False
     """Also gives returns, which a critic is trained on."""
     check: Callable[[Plan, Any], Iterable[str]] | None = None
+
+    def reads(self, options: Any) -> frozenset[AdvantageInput]:
+        """Return everything that the estimator reads with these options."""
+        return self.inputs if self.more_inputs is None else self.inputs | frozenset(self.more_inputs(options))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from milepost.rollout.evaluation import evaluate_held_out
 from milepost.rollout.generation import Rollout, rollout_metrics
 from milepost.run import Run, RunSummary
 from milepost.training.trainer import Part
-from milepost.training.turn import Turn, advantage_metrics, train_actor, train_critic
+from milepost.training.turn import Turn, advantage_metrics, critic_metrics, train_actor, train_critic
 
 WEIGHTS: tuple[Part, ...] = ("weights",)
 TRAINING_STATE: tuple[Part, ...] = ("gradients", "optimizer")
@@ -75,12 +75,12 @@ def learn(run: Run, index: int, rollout: Rollout) -> None:
             trainer.onload("critic", EVERYTHING)
             results = train_critic(trainer, turn, run.estimator)
             trainer.offload("critic", EVERYTHING)
-        run.log_steps("critic", index, results, {})
+        run.log_steps("critic", index, results, critic_metrics(turn.batch))
         run.watch_steps(turn, index, results)
-    if index >= plan.config.critic.warmup_rollouts or not plan.needs_critic:
+    if index >= plan.critic_warmup:
         with run.phases(Phase.ACTOR):
             trainer.onload("actor", EVERYTHING)
-            results = train_actor(trainer, turn, run.estimator, first=index == 0)
+            results = train_actor(trainer, turn, run.estimator, first=index == plan.critic_warmup)
         run.log_steps("actor", index, results, advantage_metrics(turn.batch))
         run.watch_steps(turn, index, results)
     run.finished_training(index)

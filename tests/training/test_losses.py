@@ -81,6 +81,8 @@ def test_policy_term_alone():
             "loss": -2.25,
             "pg_loss": -2.25,
             "old_log_prob_diff": 0.5,
+            "ratio_mean": (2 + math.exp(0.5)) / 3,
+            "ratio_square": (2 + math.exp(1.0)) / 3,
             "token_mean": -2.0,
             "token_max": -1.0,
             "token_min": -3.0,

@@ -134,15 +134,16 @@ def check_roles(loaded: Loaded, found: Findings) -> Roles:
     config = loaded.config
     algorithm, advantage = algorithm_traits(loaded), advantage_traits(loaded)
     estimator = loaded.choices["advantage"].name
-    critic = algorithm.critic or "values" in advantage.inputs
-    reference = algorithm.reference or config.algorithm.kl_loss_coef > 0 or "ref_log_probs" in advantage.inputs
+    reads = advantage.reads(loaded.choices["advantage"].options)
+    critic = algorithm.critic or "values" in reads
+    reference = algorithm.reference or config.algorithm.kl_loss_coef > 0 or "ref_log_probs" in reads
     if critic:
         if not advantage.returns:
             found.problem(
                 "advantage.name",
                 f"estimator {estimator!r} gives no returns, which the critic is trained on; use one that does (gae)",
             )
-        late = sorted({"log_probs", "ref_log_probs"} & advantage.inputs)
+        late = sorted({"log_probs", "ref_log_probs"} & reads)
         if late:
             found.problem(
                 "advantage.name",

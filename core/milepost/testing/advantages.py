@@ -87,6 +87,8 @@ def check_advantage(
     """
     subject = find_subject("advantage", estimator, options)
     known = subject.traits if isinstance(subject.traits, AdvantageTraits) else traits or AdvantageTraits()
+    if subject.options is not None:
+        known = replace(known, inputs=known.reads(subject.options), more_inputs=None)
     findings = Findings()
     findings.check_options(subject)
     _Check(findings, subject.built, known, _samples(seed)).run()

@@ -50,6 +50,13 @@ CATALOGUE: dict[str, Entry] = {
     "train/pg_dual_clipfrac": Entry("Trainable tokens at which the dual clip held the loss.", "fraction"),
     "train/ratio_max": Entry("Largest probability ratio new / old of a trainable token.", ""),
     "train/ratio_min": Entry("Smallest probability ratio new / old of a trainable token.", ""),
+    "train/ratio_mean": Entry("Mean probability ratio new / old of trainable tokens.", ""),
+    "train/effective_sample_size": Entry(
+        "(sum of ratios)^2 / (n x sum of squared ratios) over the step's n trainable tokens: how many of them still "
+        "count; 1 on policy, towards 0 as a few tokens outweigh all others.",
+        "fraction",
+    ),
+    "train/teacher_kl": Entry("Estimated KL(student || teacher) at trainable tokens.", "nats per token"),
     "train/log_prob_diff": Entry(
         "Mean absolute difference between the engine's and the trainer's log-probs; it should be numerics only.",
         "nats per token",
@@ -66,6 +73,11 @@ CATALOGUE: dict[str, Entry] = {
     "critic/loss": Entry("The loss that the critic minimised.", "reward squared"),
     "critic/value_loss": Entry("Squared distance of (clipped) values from returns.", "reward squared"),
     "critic/value_clipfrac": Entry("Trainable tokens whose value moved farther than critic.value_clip.", "fraction"),
+    "critic/explained_variance": Entry(
+        "1 - var(returns - values) / var(returns) over the rollout, before the critic's steps: 1 is a perfect critic, "
+        "0 one that knows the mean alone, negative worse than that.",
+        "",
+    ),
     "critic/values": Entry("Mean value at trainable tokens.", "reward"),
     "critic/returns": Entry("Mean return at trainable tokens.", "reward"),
     "critic/grad_norm": Entry("L2 norm of the critic's whole gradient, before clipping.", ""),

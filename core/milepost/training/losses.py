@@ -17,7 +17,7 @@ from milepost.components import Algorithm, HasValueLoss
 from milepost.config.schema import AlgorithmSection, Correction
 from milepost.functional.checks import check_flat
 from milepost.functional.kl import kl_divergence
-from milepost.functional.ratios import importance_factor, mask_factor, truncate_factor
+from milepost.functional.ratios import importance_factor, log_prob_difference, mask_factor, ratio, truncate_factor
 from milepost.functional.values import clipped_value_loss
 from milepost.training.inputs import Metric, PolicyInputs, Reduction, SampleIndex, TokenLoss, ValueInputs
 
@@ -33,6 +33,8 @@ POLICY_METRICS = frozenset(
         "log_prob_diff_max",
         "correction_factor",
         "correction_clipfrac",
+        "ratio_mean",
+        "ratio_square",
     }
 )
 """Names of the kernel's own policy metrics; an algorithm may not use them."""
@@ -63,7 +65,8 @@ def policy_objective(
     Returns:
         The loss (a scalar to call `backward` on; not yet summed over ranks) and its metrics, not yet reduced: `loss`,
         `pg_loss`, `kl_loss`, `entropy_loss` are token-weighted sums (the last two without their coefficient);
-        `entropy`, `log_prob_diff` (|engine - trainer|) and `correction_*` are means over tokens, `log_prob_diff_max`
+        `entropy`, `log_prob_diff` (|engine - trainer|), `correction_*`, `ratio_mean` and `ratio_square` (the ratio of
+        a token and its square, of which the effective sample size is made) are means over tokens, `log_prob_diff_max`
         and `old_log_prob_diff` (how far the log-probs lie from the old ones) maxima; and the algorithm's own.
 
     Raises:
@@ -88,6 +91,9 @@ def policy_objective(
     metrics = _algorithm_metrics(token_loss, inputs.index, POLICY_METRICS)
     policy_term = token_loss.values
     metrics["old_log_prob_diff"] = Metric((inputs.log_probs.detach() - inputs.old_log_probs).abs(), "max")
+    rho = ratio(log_prob_difference(inputs.old_log_probs, inputs.log_probs.detach()))
+    metrics["ratio_mean"] = Metric(rho)
+    metrics["ratio_square"] = Metric(rho.square())
     if inputs.engine_log_probs is not None:
         difference = (inputs.engine_log_probs - inputs.old_log_probs).abs()
         metrics["log_prob_diff"] = Metric(difference)

@@ -8,23 +8,25 @@ can change it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, cast
+from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from milepost.components import AdvantageEstimator, AdvantageInput, AdvantageTraits
+from milepost.components import AdvantageEstimator, AdvantageInput, AdvantageTraits, Aggregation
 from milepost.config.plan import Plan
 from milepost.config.schema import ConstantAggregation
 from milepost.functional.aggregation import token_weights
+from milepost.functional.values import explained_variance
 from milepost.samples import Sample
 from milepost.training.inputs import AdvantageBatch
 from milepost.training.schedule import Schedule, make_schedule
-from milepost.training.trainer import Batch, StepResult, Trainer
+from milepost.training.trainer import Batch, StepResult, Trainer, Want
 
-StepKind = Literal["critic", "actor"]
+VALUES: tuple[Want, ...] = ("values",)
+LOG_PROBS: tuple[Want, ...] = ("log_probs",)
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class Turn:
         """Give every token its share of its optimizer step's loss."""
         aggregation = self.plan.config.algorithm.aggregation
         assert aggregation is not None, "planning fills the aggregation in"
+        name: Aggregation
         if isinstance(aggregation, ConstantAggregation):
             name, constant = "constant", aggregation.constant
         else:
@@ -89,8 +92,7 @@ class Turn:
         """
         if "advantages" in self.batch:
             return
-        traits = cast("AdvantageTraits", self.plan.advantage.component.traits)
-        inputs = self._inputs(traits.inputs)
+        inputs = self._inputs(estimator_inputs(self.plan))
         if inputs is None:
             return
         estimate = estimator.estimate(
@@ -109,7 +111,7 @@ class Turn:
     def _inputs(self, names: frozenset[AdvantageInput]) -> dict[str, Tensor] | None:
         """Return what an estimator declared, or None while some of it does not exist."""
         columns = {"values": "values", "log_probs": "old_log_probs", "ref_log_probs": "ref_log_probs"}
-        inputs = {}
+        inputs: dict[str, Tensor] = {}
         for name in names:
             if name == "rewards":
                 inputs[name] = torch.tensor([sample.reward for sample in self.samples], dtype=torch.float32)
@@ -143,7 +145,7 @@ def token_rewards(samples: Sequence[Sample]) -> Tensor:
 
 def train_critic(trainer: Trainer, turn: Turn, estimator: AdvantageEstimator) -> list[StepResult]:
     """The critic's turn: values, advantages and returns, then its own steps."""
-    turn.batch["values"] = trainer.forward("critic", turn.schedule, turn.batch, ("values",))["values"]
+    turn.batch["values"] = trainer.forward("critic", turn.schedule, turn.batch, VALUES)["values"]
     turn.estimate(estimator)
     return [trainer.step("critic", step, turn.batch) for step in turn.schedule.steps]
 
@@ -156,22 +158,41 @@ def train_actor(trainer: Trainer, turn: Turn, estimator: AdvantageEstimator, *, 
     """
     plan, batch, schedule = turn.plan, turn.batch, turn.schedule
     if plan.needs_reference:
-        batch["ref_log_probs"] = trainer.forward("reference", schedule, batch, ("log_probs",))["log_probs"]
+        batch["ref_log_probs"] = trainer.forward("reference", schedule, batch, LOG_PROBS)["log_probs"]
     if plan.needs_teacher:
-        batch["teacher_log_probs"] = trainer.forward("teacher", schedule, batch, ("log_probs",))["log_probs"]
+        batch["teacher_log_probs"] = trainer.forward("teacher", schedule, batch, LOG_PROBS)["log_probs"]
     if plan.config.trainer.old_log_probs == "engine":
         batch["old_log_probs"] = batch["engine_log_probs"]
     elif first or needs_old_log_probs(plan):
-        batch["old_log_probs"] = trainer.forward("actor", schedule, batch, ("log_probs",))["log_probs"]
+        batch["old_log_probs"] = trainer.forward("actor", schedule, batch, LOG_PROBS)["log_probs"]
     turn.estimate(estimator)
-    return [trainer.step("actor", step, batch) for step in schedule.steps]
+    return [_with_sample_size(trainer.step("actor", step, batch)) for step in schedule.steps]
+
+
+def _with_sample_size(result: StepResult) -> StepResult:
+    """Replace the mean square of the ratios by the effective sample size: (sum of rho)^2 / (n x sum of rho^2)."""
+    metrics = dict(result.metrics)
+    square = metrics.pop("ratio_square", 0.0)
+    if square > 0.0:
+        metrics["effective_sample_size"] = metrics["ratio_mean"] ** 2 / square
+    return replace(result, metrics=metrics)
 
 
 def needs_old_log_probs(plan: Plan) -> bool:
     """Whether the trainer's log-probs are needed before its steps, beyond what the steps themselves compute."""
-    traits = cast("AdvantageTraits", plan.advantage.component.traits)
     asked = plan.config.trainer.old_log_probs == "trainer"
-    return asked or plan.steps_per_rollout > 1 or "log_probs" in traits.inputs
+    return asked or plan.steps_per_rollout > 1 or "log_probs" in estimator_inputs(plan)
+
+
+def estimator_inputs(plan: Plan) -> frozenset[AdvantageInput]:
+    """What the plan's advantage estimator reads."""
+    traits = cast("AdvantageTraits", plan.advantage.component.traits)
+    return traits.reads(plan.advantage.options)
+
+
+def critic_metrics(batch: Batch) -> Mapping[str, float]:
+    """How well the critic's values, as they were before its steps, explain the returns of the rollout."""
+    return {"explained_variance": explained_variance(batch["values"], batch["returns"], batch["mask"])}
 
 
 def advantage_metrics(batch: Batch) -> Mapping[str, float]:

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import milepost
 from milepost.components import AlgorithmTraits, Component
-from pydantic import Field
+from milepost.functional.clip_options import DualClipOptions
 
 if TYPE_CHECKING:
     from milepost_grpo.loss import GRPO
 
 
-class GRPOOptions(milepost.Options):
+class GRPOOptions(DualClipOptions):
     """Options of GRPO."""
-
-    eps_clip: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
-    """How far under 1 the probability ratio counts."""
-    eps_clip_high: Annotated[float, Field(ge=0.0)] | None = None
-    """How far over 1 the ratio counts; default eps_clip. DAPO's clip-higher is 0.28."""
-    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """Bounds the loss of a token with negative advantage to this many times it; null turns it off."""
 
 
 def build(options: GRPOOptions) -> GRPO:
