@@ -65,7 +65,7 @@ class WorkerPool:
         self.ready: Future[Readiness | RunError] = Future()
         """Done when every worker is up, or with the RunError that kept one from it."""
         self.restarts = 0
-        """Workers replaced so far."""
+        """Workers lost and replaced so far."""
         self._lock = threading.Lock()
         self._queue: deque[Call] = deque()
         self._error: RunError | None = None
@@ -147,8 +147,8 @@ class WorkerPool:
             if self._starting == 0 and not self.ready.done():
                 self.ready.set_result(ready)
 
-    def worker_replaced(self) -> None:
-        """One worker was lost and another is about to start."""
+    def worker_lost(self) -> None:
+        """One worker goes and another takes its place; said before any call is settled for it, so that counts agree."""
         with self._lock:
             self.restarts += 1
 
@@ -185,6 +185,7 @@ class _Driver(threading.Thread):
         self._flight: dict[int, Call] = {}
         self._progress = 0.0
         self._asynchronous = False
+        self._unfit = False
         self._fruitless = 0
 
     def wake(self) -> None:
@@ -213,7 +214,6 @@ class _Driver(threading.Thread):
                             f"{FRUITLESS_LIMIT} reward workers in a row ended by themselves before they answered "
                             f"anything; the end of {log.path}:\n{log.shown()}"
                         )
-                    self._pool.worker_replaced()
             finally:
                 log.close()
         except RunError as error:
@@ -227,6 +227,7 @@ class _Driver(threading.Thread):
 
     def _one_worker(self, log: CappedLog, *, first: bool) -> None:
         """Serve with one worker until it is lost or the pool stops."""
+        self._unfit = False
         worker = self.worker = WorkerProcess(self._setup, log, self._bell.fileno())
         try:
             ready = self._wait_ready(worker)
@@ -237,6 +238,7 @@ class _Driver(threading.Thread):
                 self._pool.worker_ready(ready)
             self._serve(worker)
         except WorkerLostError as lost:
+            self._pool.worker_lost()
             detail = f"the worker process was lost: {lost}\nthe end of {log.path}:\n{log.shown()}"
             flight = list(self._flight.values())
             self._blame(flight if self._asynchronous else flight[:1], "crash", detail)
@@ -260,13 +262,14 @@ class _Driver(threading.Thread):
             messages, woken = worker.wait(self._time_left(before))
             if woken:
                 self._silence()
-            fit = [self._accept(message) for message in messages]
-            if not all(fit):
-                # After a failed allocation a worker may be left with next to no room.
+            for message in messages:
+                self._accept(message)
+            if self._unfit:
                 self._blame([], "memory", "")
                 return
             if late := self._late(before):
                 stack = worker.stack()
+                self._pool.worker_lost()
                 self._blame(late, "timeout", f"no score within {self._timeout:g} s; where it was then:\n{stack}")
                 return
 
@@ -294,8 +297,8 @@ class _Driver(threading.Thread):
             return OVERLAP - len(self._flight)
         return 0 if self._flight else BATCH
 
-    def _accept(self, message: Message) -> bool:
-        """Pass an answer on; return whether the worker is still fit for use."""
+    def _accept(self, message: Message) -> None:
+        """Pass an answer on, and note whether it leaves the worker unfit for more."""
         samples = {number: call.samples for number, call in self._flight.items()}
         try:
             number, answer, seconds = decode_answer(message, samples)
@@ -303,8 +306,11 @@ class _Driver(threading.Thread):
             raise WorkerLostError(str(error)) from error
         self._progress = time.monotonic()
         self._fruitless = 0
+        # After a failed allocation a worker may be left with next to no room.
+        if isinstance(answer, Failure) and answer.kind == "memory" and not self._unfit:
+            self._unfit = True
+            self._pool.worker_lost()
         _settle([self._flight.pop(number)], answer, seconds)
-        return not (isinstance(answer, Failure) and answer.kind == "memory")
 
     def _time_left(self, now: float) -> float:
         return min((limit - now for limit in self._limits().values()), default=60.0)
