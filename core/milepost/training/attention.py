@@ -8,13 +8,15 @@ transformers hands keyword arguments through to every layer's attention, also wh
 pass, so the layout needs no global state. No mask is built: transformers makes none for an attention implementation
 that is not in its mask registry.
 
-On a CPU, and wherever the kernel below does not serve, samples are regrouped into right-padded buckets of similar
-length and attended causally. On a GPU in 16-bit precision `torch.nn.attention.varlen` reads the packed row as it is.
+On a CPU, and wherever the kernel below does not serve, short samples are regrouped into right-padded buckets of
+similar length and attended causally, and long ones one by one. On a GPU in 16-bit precision
+`torch.nn.attention.varlen` reads the packed row as it is. Samples of one length are a batch without padding everywhere.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,10 +79,10 @@ def packed_attention(
     window = sliding_window or None
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{name} attends to later tokens; only causal models can be trained as a policy")
-    if softcap is None and _has_varlen_kernel(query, value):
-        return _varlen_attention(query, key, value, scaling, window, packing), None
     if packing.equal_length is not None:
         return _equal_attention(query, key, value, scaling, window, softcap, packing), None
+    if softcap is None and _has_varlen_kernel(query, value):
+        return _varlen_attention(query, key, value, scaling, window, packing), None
     return _bucket_attention(query, key, value, scaling, window, softcap, packing), None
 
 
@@ -125,14 +127,15 @@ def _bucket_attention(
     packing: Layout,
 ) -> Tensor:
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-    gathered: list[Tensor] = [_Gather.apply(x, packing) for x in rows]  # type: ignore[no-untyped-call]
+    if packing.is_regrouped:
+        rows = [_Gather.apply(x, packing) for x in rows]  # type: ignore[no-untyped-call]
     sizes = [bucket.num_tokens for bucket in packing.buckets]
     outputs = []
-    for bucket, *parts in zip(packing.buckets, *(torch.split(x, sizes) for x in gathered), strict=True):
+    for bucket, *parts in zip(packing.buckets, *(torch.split(x, sizes) for x in rows), strict=True):
         q, k, v = (x.unflatten(0, (len(bucket.samples), bucket.length)).transpose(1, 2) for x in parts)
         outputs.append(_causal(q, k, v, scaling, window, softcap).transpose(1, 2).flatten(0, 1))
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return padded.index_select(0, packing.restore).unsqueeze(0)
+    return (padded.index_select(0, packing.restore) if packing.is_regrouped else padded).unsqueeze(0)
 
 
 class _Gather(torch.autograd.Function):
@@ -189,30 +192,81 @@ def _varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, packing: Layout
 ) -> Tensor:
     """FlashAttention on the packed row."""
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    cumulative, longest = packing.cumulative, max(packing.lengths)
+    return _varlen(q, k, v, cumulative, cumulative, longest, longest, scaling, window).unsqueeze(0)
+
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cumulative_q: Tensor,
+    cumulative_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """FlashAttention over q [Tq, Hq, D], k and v [Tk, Hk, D]; the last query of a sample sees the last key."""
     from torch.nn.attention.varlen import varlen_attn
 
     extra: dict[str, Any] = {}
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             extra["enable_gqa"] = True
         else:  # torch 2.11
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    longest = max(packing.lengths)
+    before = -1 if window is None else window - 1
     out = varlen_attn(
-        q,
-        k,
-        v,
-        packing.cumulative,
-        packing.cumulative,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **extra,
+        q, k, v, cumulative_q, cumulative_k, longest_q, longest_k, scale=scaling, window_size=(before, 0), **extra
     )
     assert isinstance(out, Tensor), "varlen_attn gives a tuple only with return_aux"
-    return out.unsqueeze(0)
+    return out
+
+
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_lengths: Sequence[int],
+    key_lengths: Sequence[int],
+    *,
+    scaling: float | None = None,
+) -> Tensor:
+    """Causal attention of the ends of samples: a sample's last query sees all its keys, the one before all but one.
+
+    That is what a rank computes under context parallelism, where it has some of a sample's queries and what they see.
+
+    Args:
+        query: [Tq, Hq, D], the samples' queries one after the other.
+        key: [Tk, Hk, D], Hq a multiple of Hk.
+        value: [Tk, Hk, Dv].
+        query_lengths: queries of each sample.
+        key_lengths: keys of each sample, at least as many.
+        scaling: factor of the scores; default D ** -0.5.
+
+    Returns:
+        [Tq, Hq, Dv].
+    """
+    if _has_varlen_kernel(query.unsqueeze(0), value.unsqueeze(0)):
+        cumulative = [
+            torch.tensor((0, *lengths)).cumsum(0).to(query.device, torch.int32)
+            for lengths in (query_lengths, key_lengths)
+        ]
+        longest = max(query_lengths), max(key_lengths)
+        return _varlen(query, key, value, *cumulative, *longest, scaling, None)
+    outputs = []
+    parts = (query.split(tuple(query_lengths)), key.split(tuple(key_lengths)), value.split(tuple(key_lengths)))
+    for q, k, v in zip(*parts, strict=True):
+        count, seen = len(q), len(k)
+        visible = torch.ones(count, seen, dtype=torch.bool, device=q.device).tril(seen - count)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def register() -> None:

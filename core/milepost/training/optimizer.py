@@ -122,7 +122,7 @@ class FlatGroup:
         for parameter, view in zip(self.parameters, self.views(self.weights), strict=True):
             parameter.grad = None
             parameter.data = view
-        if self.gradient is not None and not self.low_precision:
+        if self.gradient is not None and self.gradient.device == self.weights.device and not self.low_precision:
             for parameter, view in zip(self.parameters, self.views(self.gradient), strict=True):
                 parameter.grad = view
 

@@ -21,6 +21,8 @@ MAX_PADDING = 0.2
 """A sample joins a bucket if padding is at most this share of the bucket's longest sample."""
 FREE_PADDING = 8
 """... or at most this many tokens: below that a kernel call costs more than the padding."""
+LONG = 192
+"""Samples of this many tokens go alone: padding and moving them costs more than a kernel call each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +78,22 @@ class Layout:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """The samples in buckets of similar length, the longest first."""
-        members: list[list[int]] = []
-        shortest = 0
-        for index in sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i]):
+        """Long samples one by one in the order of the row, then the others by similar length, the longest first."""
+        members = [[index] for index, length in enumerate(self.lengths) if length >= LONG]
+        others = [index for index, length in enumerate(self.lengths) if length < LONG]
+        shortest = LONG
+        for index in sorted(others, key=lambda i: -self.lengths[i]):
             length = self.lengths[index]
-            if not members or length < shortest:
+            if length < shortest:
                 shortest = length - max(int(MAX_PADDING * length), FREE_PADDING)
                 members.append([])
             members[-1].append(index)
         return tuple(Bucket(tuple(samples), self.lengths[samples[0]]) for samples in members)
+
+    @cached_property
+    def is_regrouped(self) -> bool:
+        """Whether the buckets' order differs from the row's; if not, they are cut from the row as it is."""
+        return min(self.lengths) < LONG
 
     @property
     def gather(self) -> Tensor:

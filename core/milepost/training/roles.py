@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from milepost.errors import PhaseError
 from milepost.recipe import HFModel
 from milepost.training.logprobs import HeadSettings, token_log_probs
+from milepost.training.norms import speed_up_norms
 from milepost.training.optimizer import Optimizer, OptimizerSettings, relocate
 from milepost.training.packing import Packed
 from milepost.training.trainer import Part, Role, Want
@@ -51,6 +52,7 @@ class Policy:
         self.settings = HeadSettings(temperature, model.logit_scale, model.softcap)
         # Dropout would make log-probs irreproducible, and the ratio never exactly 1.
         model.model.eval()
+        speed_up_norms(model.model)
 
     def evaluate(self, packed: Packed, want: Collection[Want]) -> dict[Want, Tensor]:
         """Return one column [n] per wanted name over the trainable tokens of the row, each read one token before.
