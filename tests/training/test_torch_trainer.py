@@ -418,7 +418,7 @@ def test_bfloat16_weights_have_float32_masters(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda plan: replace(plan, world_size=2), "torch trains on one rank, the plan has 2"),
+        (lambda plan: replace(plan, world_size=2), "the plan has 2 ranks, the torch trainer was started on 1"),
         (lambda plan: plan, "0.0 is greedy"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The torch trainer: a Hugging Face model trained on packed micro-batches, on one rank."""
+"""The torch trainer: a Hugging Face model trained on packed micro-batches, one copy on every data-parallel rank."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from milepost.config.plan import Plan
 from milepost.errors import CheckpointError, ConfigError, Problem
 from milepost.recipe import Recipe
 from milepost.training.inputs import Metric, PolicyInputs, SampleIndex, ValueInputs
-from milepost.training.losses import MetricState, MetricSums, policy_objective, value_objective
+from milepost.training.losses import MetricSums, policy_objective, value_objective
 from milepost.training.optimizer import OptimizerSettings, copy_checked
 from milepost.training.packing import Packed, pack
+from milepost.training.ranks import Ranks, SingleRank
 from milepost.training.recompute import enable_recompute
 from milepost.training.roles import FrozenRole, Policy, TrainedRole, ValueHead
 from milepost.training.schedule import Schedule, StepSchedule
@@ -32,23 +33,12 @@ POLICY_COLUMNS: tuple[Want, ...] = ("log_probs", "entropy")
 VALUE_COLUMNS: tuple[Want, ...] = ("values",)
 
 
-class SingleRank:
-    """What data-parallel ranks sum together between backward pass and optimizer; one rank has everything already."""
-
-    rank = 0
-
-    def sum_gradients(self, gradients: list[Tensor]) -> None:
-        """Sum flat gradients over ranks, in place."""
-
-    def combine_metrics(self, state: MetricState) -> MetricState:
-        """Reduce metric sums over ranks."""
-        return state
-
-
 class TorchTrainer:
-    """Implements `milepost.training.trainer.Trainer` for one rank.
+    """Implements `milepost.training.trainer.Trainer` for one rank, alone or among data-parallel ranks.
 
     The actor is loaded at once, the critic if the plan needs one, reference and teacher when they are first asked.
+    Among several ranks each has its own instance, all calls are made on all of them, and each looks only at its own
+    entry of a schedule, so that its batch need hold no other samples.
 
     Args:
         plan: the run.
@@ -56,18 +46,28 @@ class TorchTrainer:
         algorithm: gives the policy's and perhaps the critic's loss.
         device: where to compute.
         dtype: of the weights; log-probs, losses and optimizer state are float32 at least.
+        ranks: the ranks this one belongs to; default it is alone.
 
     Raises:
-        ConfigError: the plan asks for more than one rank, or for greedy sampling, which has no log-probs.
+        ConfigError: the plan asks for another number of ranks, or for greedy sampling, which has no log-probs.
         CheckpointError: `checkpoint.init_from` is no checkpoint of this model.
     """
 
     def __init__(
-        self, plan: Plan, *, recipe: Recipe, algorithm: Algorithm, device: torch.device, dtype: torch.dtype
+        self,
+        plan: Plan,
+        *,
+        recipe: Recipe,
+        algorithm: Algorithm,
+        device: torch.device,
+        dtype: torch.dtype,
+        ranks: Ranks | None = None,
     ) -> None:
         config = plan.config
-        if plan.world_size != 1:
-            raise ConfigError([Problem("trainer.backend", f"torch trains on one rank, the plan has {plan.world_size}")])
+        self._ranks: Ranks = SingleRank() if ranks is None else ranks
+        if plan.world_size != self._ranks.size:
+            problem = f"the plan has {plan.world_size} ranks, the torch trainer was started on {self._ranks.size}"
+            raise ConfigError([Problem("trainer.backend", problem)])
         if config.rollout.temperature <= 0:
             problem = f"{config.rollout.temperature} is greedy, which has no log-probs to train on; give more than 0"
             raise ConfigError([Problem("rollout.temperature", problem)])
@@ -76,7 +76,6 @@ class TorchTrainer:
         self._algorithm = algorithm
         self._device = device
         self._dtype = dtype
-        self._ranks = SingleRank()
         num_steps = plan.num_rollouts * plan.steps_per_rollout
         self._trained: dict[Role, TrainedRole] = {"actor": self._load_trained("actor", plan.model_path, num_steps)}
         if plan.needs_critic:
@@ -127,17 +126,19 @@ class TorchTrainer:
 
     @property
     def world(self) -> World:
-        """The one rank."""
+        """This rank alone; where there are several, each knows only itself."""
         device = "cpu"
         if self._device.type == "cuda":
             device = f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
-        return World((RankInfo(0, node=platform.node(), device=device),))
+        rank = self._ranks.rank
+        return World((RankInfo(rank, node=platform.node(), device=device, data=rank),))
 
     @torch.no_grad()
     def forward(self, role: Role, schedule: Schedule, batch: Batch, want: Collection[Want]) -> dict[str, Tensor]:
-        """Run the role over the batch with the packing of the training steps, without gradients.
+        """Run the role over this rank's samples with the packing of the training steps, without gradients.
 
-        Returns one flat column [N] float32 per wanted name, on the CPU, zero where a token is not trainable.
+        Returns one flat column [N] float32 per wanted name, on the CPU, zero where a token is not trainable or belongs
+        to another rank.
 
         Raises:
             PhaseError: the role's weights are offloaded.
@@ -265,8 +266,11 @@ class TorchTrainer:
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and random state of all trained roles into an existing folder.
 
-        Per role `ROLE.safetensors`, `ROLE-optimizer.safetensors`; and `random.safetensors`.
+        Per role `ROLE.safetensors`, `ROLE-optimizer.safetensors`; and `random.safetensors`. All ranks hold the same,
+        so the first one writes, and another number of ranks can read it.
         """
+        if self._ranks.rank != 0:
+            return
         for role, trained in self._trained.items():
             save_tensors(folder / f"{role}.safetensors", trained.weights())
             metadata = {"num_steps": str(trained.optimizer.num_steps), "optimizer": trained.optimizer.settings.name}
