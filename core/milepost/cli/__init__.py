@@ -1,4 +1,4 @@
-"""The command line: `milepost train`, `plan`, `config` and `plugins`.
+"""The command line; `COMMANDS` lists what there is.
 
 Commands are imported when they are called, so that `milepost --help` answers at once.
 """
@@ -25,6 +25,7 @@ INTERRUPTED = 130
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "train": ("milepost.cli.train:train", "Train a policy as a run config says."),
+    "export": ("milepost.cli.export:export", "Write a run's policy as a Hugging Face folder."),
     "plan": ("milepost.cli.plan:plan", "Show the resolved run, and start nothing."),
     "config": ("milepost.cli.config:config", "Show a composed run config, or the schema of all."),
     "plugins": ("milepost.cli.plugins:plugins", "See which plugins are installed and what they provide."),
