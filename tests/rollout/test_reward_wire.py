@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from milepost.errors import RunError
-from milepost.rollout.reward_calls import Failure, InvalidRewardError, checked, failure_of, is_asynchronous, scope_of
-from milepost.rollout.reward_wire import (
+from milepost.rollout.rewards.calls import Failure, InvalidRewardError, checked, failure_of, is_asynchronous, scope_of
+from milepost.rollout.rewards.wire import (
     ProtocolError,
     decode_answer,
     decode_calls,

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from milepost.config.schema import RewardSection
 from milepost.errors import MilepostError, RunError
-from milepost.rollout.reward_process import LOG_LIMIT
 from milepost.rollout.rewards import RewardPool, Scored
+from milepost.rollout.rewards.process import LOG_LIMIT
 from milepost.samples import Sample, Task
 
 T = TypeVar("T")
@@ -435,7 +435,10 @@ def test_workers_that_never_last_until_a_call_stop_the_run(folder: Path) -> None
 
     async def work(pool: RewardPool) -> None:
         await pool.start()
-        await asyncio.sleep(3.0)
+        idle = 0
+        while idle < 20:  # a replacement has a process id at once, so a second without one means that none will come
+            await asyncio.sleep(0.05)
+            idle = 0 if pool.worker_pids else idle + 1
         await pool.score([sample()])
 
     pool = make(folder, "length", function="reward_leaves:score")

@@ -19,7 +19,7 @@ from torch import Tensor
 from milepost.errors import MilepostError
 from milepost.recipe import Decoder
 from milepost.rollout.engine import MemoryTag, SamplingParams
-from milepost.rollout.local.rows import Request, Rows, request_generator
+from milepost.rollout.local.rows import Request, Rows, stream_key
 from milepost.rollout.local.sampling import check_params
 from milepost.samples import Sample, Status, Task
 from milepost.weights.local import local_endpoint, register_target, unregister_target
@@ -223,7 +223,7 @@ class LocalEngine:
                 f"a request may take {len(prompt) + limit} tokens, more than the cache's {self._max_cache_tokens}"
             )
         future = asyncio.get_running_loop().create_future()
-        return Request(task, prompt, params, stop_tokens, limit, request_generator(key), future)
+        return Request(task, prompt, params, stop_tokens, limit, stream_key(key), future)
 
     def _drop(self, request: Request) -> None:
         """Forget a request whose caller went away."""
@@ -354,6 +354,8 @@ class LocalEngine:
     def _take(self) -> list[Request]:
         """Take the requests from the queue for which there is room."""
         taken: list[Request] = []
+        if not self._waiting or len(self._rows) == self._max_rows:
+            return taken
         ceiling = max((len(request.prompt) + request.limit for request in self._rows.requests), default=0)
         while self._waiting and len(self._rows) + len(taken) < self._max_rows:
             request = self._waiting[0]

@@ -7,6 +7,7 @@ column per row, so that its cost hardly depends on the number of rows; only what
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,9 +26,34 @@ BLOCK = 64
 """Steps for which random numbers are drawn at once."""
 
 
-def request_generator(key: Sequence[int]) -> np.random.Generator:
-    """Return the random stream of one request: Philox, seeded by the key alone."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([int(part) for part in key])))
+def stream_key(key: Sequence[int]) -> NDArray[np.uint64]:
+    """Return the Philox key [2] of one request: the BLAKE2b digest of its integers."""
+    digest = hashlib.blake2b(",".join(str(int(part)) for part in key).encode(), digest_size=16).digest()
+    return np.frombuffer(digest, "<u8").astype(np.uint64)
+
+
+class UniformStreams:
+    """Random numbers in [0, 1) for any number of requests, each read at any place of its own Philox stream."""
+
+    PER_COUNTER = 8
+    """float32 numbers that one value of the counter gives."""
+
+    def __init__(self) -> None:
+        self._philox = np.random.Philox()
+        self._generator = np.random.Generator(self._philox)
+
+    def read(self, key: NDArray[np.uint64], start: int, count: int) -> NDArray[np.float32]:
+        """Return numbers `start` to `start + count` of the stream of `key` [2], float32."""
+        counter, skip = divmod(start, self.PER_COUNTER)
+        self._philox.state = {
+            "bit_generator": "Philox",
+            "state": {"counter": np.array([counter, 0, 0, 0], np.uint64), "key": key},
+            "buffer": np.zeros(4, np.uint64),
+            "buffer_pos": 4,  # nothing is buffered
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+        return self._generator.random(skip + count, dtype=np.float32)[skip:]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,14 +68,13 @@ class Request:
     """The model's end tokens and the request's own."""
     limit: int
     """Tokens it may sample, by `max_new_tokens` and by the context."""
-    generator: np.random.Generator
+    key: NDArray[np.uint64]
+    """[2] names its stream of random numbers; its i-th token takes the i-th."""
     future: asyncio.Future[Sample]
     tokens: list[NDArray[np.int32]] = field(default_factory=list)
     """Sampled tokens, one array per uninterrupted stretch."""
     log_probs: list[NDArray[np.float32]] = field(default_factory=list)
     versions: list[NDArray[np.int32]] = field(default_factory=list)
-    uniforms: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
-    """Random numbers that were drawn before an interruption and not used."""
 
     @property
     def num_sampled(self) -> int:
@@ -59,13 +84,6 @@ class Request:
     def context(self) -> NDArray[np.int32]:
         """Return all tokens so far, prompt included."""
         return np.concatenate([self.prompt, *self.tokens])
-
-    def draw(self, count: int) -> NDArray[np.float32]:
-        """Return the next `count` numbers of the request's stream, in [0, 1)."""
-        fresh = self.generator.random(max(0, count - len(self.uniforms)), dtype=np.float32)
-        stream = np.concatenate([self.uniforms, fresh]) if len(self.uniforms) else fresh
-        self.uniforms = stream[count:]
-        return stream[:count]
 
     def sample(self, status: Status, decode: Callable[[list[int]], str]) -> Sample:
         """Return the finished sample."""
@@ -112,6 +130,7 @@ class Rows:
         """The least of them."""
         self._tokens = np.zeros((BLOCK, 0), np.int32)
         self._probs = np.zeros((BLOCK, 0), np.float32)
+        self._streams = UniformStreams()
         self._uniforms = np.zeros((BLOCK, 0), np.float32)
         """Line i serves steps whose line is i modulo BLOCK."""
 
@@ -151,8 +170,10 @@ class Rows:
         """Draw the random numbers these rows need from this line to the end of the block."""
         offset = self._line % BLOCK
         for row in rows:
-            if self.requests[row].params.temperature > 0:
-                self._uniforms[offset:, row] = self.requests[row].draw(BLOCK - offset)
+            request = self.requests[row]
+            if request.params.temperature > 0:
+                start = request.num_sampled + self._line - int(self._starts[row])
+                self._uniforms[offset:, row] = self._streams.read(request.key, start, BLOCK - offset)
 
     def _regroup(self) -> None:
         """Bring what is known of all rows together up to date."""
@@ -206,12 +227,12 @@ class Rows:
             raise RunError("the model's logits are not finite; its weights hold a NaN or an infinity")
         self._tokens[line, start:end] = token_ids
         self._probs[line, start:end] = values
-        suspects = (start + np.flatnonzero(self._is_stop[token_ids])).tolist()
+        suspects = {start + row for row in np.flatnonzero(self._is_stop[token_ids]).tolist()}
         if line >= self._first_end:
-            suspects += (start + np.flatnonzero(self._ends[start:] <= line)).tolist()
-        suspects += [row for row in self._stop_texts if row >= start]
+            suspects.update(start + row for row in np.flatnonzero(self._ends[start:] <= line).tolist())
+        suspects.update(row for row in self._stop_texts if row >= start)
         ended = []
-        for row in sorted(set(suspects)):
+        for row in sorted(suspects):
             status = self._status(row, int(token_ids[row - start]))
             if status is not None:
                 ended.append((row, status))
@@ -245,8 +266,6 @@ class Rows:
             request.tokens.append(self._tokens[lines, row].copy())
             request.log_probs.append(np.log(self._probs[lines, row]))
             request.versions.append(np.full(len(request.tokens[-1]), version, np.int32))
-            if request.params.temperature > 0:
-                request.uniforms = np.concatenate([self._uniforms[self._line % BLOCK + 1 :, row], request.uniforms])
             removed.append(request)
         left = len(self) - len(gone)
         holes = [row for row in gone if row < left]

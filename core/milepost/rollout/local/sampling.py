@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from milepost.errors import MilepostError
 from milepost.rollout.engine import SamplingParams
 
 
+@lru_cache(maxsize=256)  # a rollout's requests share theirs
 def check_params(params: SamplingParams) -> None:
     """Raise MilepostError, naming the value, if the parameters make no sense."""
     problems = {

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from milepost.errors import RunError
-from milepost.rollout.reward_calls import DETAIL_LIMIT, FAILURE_KINDS, Failure, FailureKind, Rewards
+from milepost.rollout.rewards.calls import DETAIL_LIMIT, FAILURE_KINDS, Failure, FailureKind, Rewards
 from milepost.samples import Sample, Status, Task
 
 Message = dict[str, Any]

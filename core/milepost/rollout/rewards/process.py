@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from milepost.errors import RunError
-from milepost.rollout.reward_wire import Message, encode_line
+from milepost.rollout.rewards.wire import Message, encode_line
 
 START_LIMIT = 180.0
 """Seconds a worker may take until its reward is built."""
@@ -74,7 +74,7 @@ class WorkerProcess:
     """A running worker. Use from one thread only."""
 
     def __init__(self, setup: Message, log: CappedLog, wake: int) -> None:
-        """Start a worker with the given first line (see `reward_worker.main`); it is not ready yet.
+        """Start a worker with the given first line (see `worker.main`); it is not ready yet.
 
         `wake` is a descriptor that ends every wait when it becomes readable.
         """
@@ -90,7 +90,7 @@ class WorkerProcess:
         with theirs:
             # -P: whatever lies in the working directory must not shadow modules.
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-m", "milepost.rollout.reward_worker", str(theirs.fileno())],
+                [sys.executable, "-u", "-P", "-m", "milepost.rollout.rewards.worker", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=their_output,
                 stderr=their_output,

@@ -24,9 +24,9 @@ from typing import Any, Self
 from milepost.config.schema import RewardSection
 from milepost.errors import RunError
 from milepost.registry import resolve
-from milepost.rollout.reward_calls import Failure, Rewards, Scope, call_reward, checked, failure_of, scope_of
-from milepost.rollout.reward_pool import Call, WorkerPool
-from milepost.rollout.reward_wire import Answer
+from milepost.rollout.rewards.calls import Failure, Rewards, Scope, call_reward, checked, failure_of, scope_of
+from milepost.rollout.rewards.wire import Answer
+from milepost.rollout.rewards.workers import Call, WorkerPool
 from milepost.samples import Sample
 
 MIN_EXPECTED = 64

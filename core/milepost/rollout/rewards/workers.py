@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from milepost.errors import RunError
-from milepost.rollout.reward_calls import DETAIL_LIMIT, Failure, FailureKind, Scope
-from milepost.rollout.reward_process import CappedLog, WorkerLostError, WorkerProcess
-from milepost.rollout.reward_wire import Answer, Message, ProtocolError, decode_answer, encode_calls
+from milepost.rollout.rewards.calls import DETAIL_LIMIT, Failure, FailureKind, Scope
+from milepost.rollout.rewards.process import CappedLog, WorkerLostError, WorkerProcess
+from milepost.rollout.rewards.wire import Answer, Message, ProtocolError, decode_answer, encode_calls
 from milepost.samples import Sample
 
 BATCH = 64

@@ -1,4 +1,4 @@
-"""The program a reward worker runs: `python -m milepost.rollout.reward_worker FD`.
+"""The program a reward worker runs: `python -m milepost.rollout.rewards.worker FD`.
 
 FD is a socket to the controller. The first line that comes in says which reward to build; then come lines of calls,
 and each call is answered by a line of its own as soon as it is done. Nothing here imports torch, so a worker is up in
@@ -23,8 +23,8 @@ from typing import Any
 
 from milepost.errors import MilepostError
 from milepost.registry import Registry, resolve, use
-from milepost.rollout.reward_calls import Failure, Scope, call_reward, checked, failure_of, is_asynchronous, scope_of
-from milepost.rollout.reward_wire import Answer, decode_calls, encode_answer, encode_line
+from milepost.rollout.rewards.calls import Failure, Scope, call_reward, checked, failure_of, is_asynchronous, scope_of
+from milepost.rollout.rewards.wire import Answer, decode_calls, encode_answer, encode_line
 from milepost.samples import Sample
 
 PR_SET_PDEATHSIG = 1
