@@ -177,7 +177,9 @@ TRAITS: dict[Kind, type[Any]] = {
 KERNEL_KEYS: dict[Kind, frozenset[str]] = {
     "algorithm": frozenset({"name", "aggregation", "kl_loss_coef", "kl_loss_type", "entropy_coef", "correction"}),
     "advantage": frozenset({"name"}),
-    "reward": frozenset({"name", "timeout", "on_error", "error_budget", "workers", "placement", "memory_gb"}),
+    "reward": frozenset(
+        {"name", "timeout", "on_error", "error_budget", "workers", "placement", "memory_gb", "overlong"}
+    ),
     "model": frozenset(),
     "transport": frozenset({"name", "verify"}),
 }

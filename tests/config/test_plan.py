@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -62,10 +63,11 @@ def test_derived_fields_are_filled_in_and_marked(project: Path) -> None:
 
 
 def test_paths_are_absolute(project: Path) -> None:
-    made = plan("eval.datasets=[{name: a, path: ./train.jsonl}]", "reference.path=full", "algorithm.kl_loss_coef=0.1")
+    shutil.copytree(project / "model", project / "other")
+    made = plan("eval.datasets=[{name: a, path: ./train.jsonl}]", "reference.path=other", "algorithm.kl_loss_coef=0.1")
     assert made.config.data.path == str(project / "train.jsonl")
     assert made.config.model.path == str(project / "model")
-    assert made.config.reference.path == str(project / "full")
+    assert made.config.reference.path == str(project / "other")
     assert made.config.eval.datasets[0].path == str(project / "train.jsonl")
     assert made.model_path == project / "model"
     assert made.origins["model.path"] == "run.yaml:1"

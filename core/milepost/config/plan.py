@@ -86,6 +86,7 @@ def make_plan(loaded: Loaded) -> Plan:
     batch = _solve_batch(config, found)
     num_rollouts = _num_rollouts(loaded, batch, found)
     roles = rules.check_roles(loaded, found)
+    rules.check_role_models(loaded, model, layout.vocab_size if layout is not None else None, roles, found)
     placement = rules.check_placement(loaded, layout, model, found)
     context = rules.check_lengths(loaded, layout, found) if layout is not None else None
     rules.check_sampling(loaded, found)
@@ -99,7 +100,8 @@ def make_plan(loaded: Loaded) -> Plan:
     if num_rollouts is not None and warmup >= num_rollouts:
         found.problem("critic.warmup_rollouts", f"{warmup} leaves none of the {num_rollouts} rollouts to the actor")
     if batch is not None and num_rollouts is not None:
-        rules.check_optimizer(loaded, (num_rollouts - warmup) * batch.steps_per_rollout, found)
+        of_critic = num_rollouts * batch.steps_per_rollout if roles.critic else None
+        rules.check_optimizer(loaded, (num_rollouts - warmup) * batch.steps_per_rollout, of_critic, found)
     run_dir = resolve_path(config.run.dir or f"runs/{loaded.name}", loaded.base_dir)
     if run_dir.exists() and not run_dir.is_dir():
         found.problem("run.dir", f"{run_dir} is a file; expected a folder, or nothing yet")

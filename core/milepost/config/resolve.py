@@ -20,7 +20,7 @@ from milepost.config.schema import DatasetFields, EvalDataset, RewardSection, Ru
 
 DERIVED = "derived"
 
-_ACTOR_FALLBACKS = ("lr", "weight_decay", "schedule", "warmup_steps", "clip_grad")
+_ACTOR_FALLBACKS = ("lr", "weight_decay", "schedule", "warmup_steps", "min_lr", "clip_grad")
 """Fields of the critic that default to the actor's."""
 
 
@@ -69,6 +69,7 @@ class Resolver:
             self._fill("critic.init_from", config.model.path)
             for key in _ACTOR_FALLBACKS:
                 self._fill(f"critic.{key}", getattr(optimizer, key))
+            self._fill("critic.decay_steps", optimizer.decay_steps or num_rollouts * batch.steps_per_rollout)
         self._absolute_paths()
         for name, section in component_sections().items():
             choice = self.loaded.choices[name]

@@ -5,10 +5,11 @@ Each rule looks at one thing and reports through `Findings`; none stops the othe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import cast
+from typing import Any, cast
 
 from milepost.components import (
     AdvantageTraits,
@@ -20,6 +21,7 @@ from milepost.components import (
 )
 from milepost.config.batch import BatchIdentity
 from milepost.config.choices import Choice
+from milepost.config.files import resolve_path
 from milepost.config.loading import Loaded
 from milepost.errors import Problem
 
@@ -103,6 +105,13 @@ def check_lengths(loaded: Loaded, layout: ModelLayout, found: Findings) -> int:
             f"{prompt} prompt and {rollout.max_response_len} response tokens exceed {whose} {context}: "
             "responses to long prompts are cut short",
         )
+    overlong = config.reward.overlong
+    if overlong is not None and overlong.buffer > rollout.max_response_len:
+        found.problem(
+            "reward.overlong.buffer",
+            f"{overlong.buffer} is more than rollout.max_response_len {rollout.max_response_len}, at which it ends; "
+            "give a fraction of that",
+        )
     budget = config.trainer.max_tokens_per_gpu * config.trainer.context_parallel
     if rollout.max_response_len >= budget:
         consequence = "stop the run" if config.trainer.overlong == "error" else "ride alone in a micro-batch"
@@ -163,6 +172,47 @@ def check_roles(loaded: Loaded, found: Findings) -> Roles:
     if not algorithm.teacher and config.teacher.path is not None:
         found.warn("teacher.path", f"has no effect: algorithm {loaded.choices['algorithm'].name!r} has no teacher")
     return Roles(critic, reference, algorithm.teacher)
+
+
+def check_role_models(
+    loaded: Loaded, model: Choice | None, vocab_size: int | None, roles: Roles, found: Findings
+) -> None:
+    """Check that the other roles' checkpoints can stand beside the actor's: one recipe loads them all.
+
+    Reference and teacher score the actor's tokens, so they need its vocabulary.
+    """
+    if model is None:
+        return
+    config = loaded.config
+    places = (
+        ("critic.init_from", roles.critic, config.critic.init_from, False),
+        ("reference.path", roles.reference, config.reference.path, True),
+        ("teacher.path", roles.teacher, config.teacher.path, True),
+    )
+    served = cast("ModelTraits", model.component.traits).architectures
+    for path, needed, text, scores in places:
+        file = resolve_path(text, loaded.base_dir) / "config.json" if needed and text is not None else None
+        if file is None or not file.is_file():
+            continue
+        try:
+            described = json.loads(file.read_text(encoding="utf-8"))
+            layout = cast("ModelTraits", model.component.traits).layout(described)
+            architecture = described["architectures"][0]
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            found.problem(path, f"recipe {model.name!r} cannot read {file}: {error!r}; give a checkpoint of its kind")
+            continue
+        if "*" not in served and architecture not in served:
+            found.problem(
+                path,
+                f"{file} is of architecture {architecture}, which the actor's recipe {model.name!r} does not serve "
+                f"(it serves {', '.join(served)}); give a checkpoint of the same family",
+            )
+        elif scores and vocab_size is not None and layout.vocab_size != vocab_size:
+            found.problem(
+                path,
+                f"{file} has a vocabulary of {layout.vocab_size}, the actor's is {vocab_size}; "
+                "log-probs can only be compared under one tokenizer",
+            )
 
 
 def check_placement(loaded: Loaded, layout: ModelLayout | None, model: Choice | None, found: Findings) -> Placement:
@@ -255,20 +305,35 @@ def _check_model_split(loaded: Loaded, layout: ModelLayout, model: Choice, found
         )
 
 
-def check_optimizer(loaded: Loaded, total_steps: int, found: Findings) -> None:
-    """Check that the learning-rate schedule has a shape."""
-    optimizer = loaded.config.optimizer
-    decay = optimizer.decay_steps or total_steps
-    if optimizer.schedule != "constant":
-        if optimizer.warmup_steps >= decay:
+def check_optimizer(loaded: Loaded, num_steps: int, critic_steps: int | None, found: Findings) -> None:
+    """Check that the learning-rate schedules have a shape: the actor's, and the critic's if it has steps to take."""
+    optimizer, critic = loaded.config.optimizer, loaded.config.critic
+    keys = ("lr", "schedule", "warmup_steps", "decay_steps", "min_lr")
+    of_actor = {f"optimizer.{key}": getattr(optimizer, key) for key in keys}
+    _check_schedule(of_actor, num_steps, found)
+    if critic_steps is None:
+        return
+    of_critic = {}
+    for key, actors in zip(keys, of_actor.items(), strict=True):
+        own = getattr(critic, key)
+        path, value = actors if own is None else (f"critic.{key}", own)
+        of_critic[path] = value
+    if of_critic.keys() != of_actor.keys():
+        _check_schedule(of_critic, critic_steps, found)
+
+
+def _check_schedule(settings: Mapping[str, Any], num_steps: int, found: Findings) -> None:
+    """Check one schedule, given by where its lr, schedule, warmup_steps, decay_steps and min_lr come from."""
+    (lr_path, lr), (_, schedule), (warmup_path, warmup), (_, decay), (min_path, min_lr) = settings.items()
+    if schedule != "constant":
+        if warmup >= (decay or num_steps):
             found.problem(
-                "optimizer.warmup_steps",
-                f"{optimizer.warmup_steps} leaves nothing of the {decay} steps at whose end min_lr is reached",
+                warmup_path, f"{warmup} leaves nothing of the {decay or num_steps} steps at whose end min_lr is reached"
             )
-        if optimizer.min_lr > optimizer.lr:
-            found.problem("optimizer.min_lr", f"{optimizer.min_lr} is above optimizer.lr {optimizer.lr}")
-    elif optimizer.warmup_steps > total_steps:
-        found.warn("optimizer.warmup_steps", f"{optimizer.warmup_steps}, but the run has only {total_steps} steps")
+        if min_lr > lr:
+            found.problem(min_path, f"{min_lr} is above {lr_path} {lr}")
+    elif warmup > num_steps:
+        found.warn(warmup_path, f"{warmup}, but the run has only {num_steps} steps")
 
 
 def check_correction(loaded: Loaded, found: Findings) -> None:
@@ -306,6 +371,11 @@ def check_data(loaded: Loaded, found: Findings) -> None:
             )
         if not name or any(character in name for character in "/ \t\n"):
             found.problem(f"eval.datasets.{index}.name", f"{name!r} names metrics: no spaces, no slashes, not empty")
+        reward = config.eval.datasets[index].reward
+        if reward is not None and reward.overlong is not None:
+            found.problem(
+                f"eval.datasets.{index}.reward.overlong", "shapes the rewards trained on alone; remove it here"
+            )
     if config.eval.interval and not names:
         found.warn("eval.interval", "has no effect: eval.datasets is empty")
 

@@ -153,6 +153,15 @@ class RolloutSection(Section):
     """Rollouts in a row with one and the same reward everywhere after which the run stops."""
 
 
+class Overlong(Section):
+    """A soft penalty for responses that come near the length limit (DAPO, arXiv 2503.14476, equation 13)."""
+
+    buffer: Positive
+    """Tokens below rollout.max_response_len over which the penalty rises linearly from 0."""
+    penalty: Annotated[float, Field(gt=0.0)] = 1.0
+    """What is taken off the reward of a response of max_response_len tokens."""
+
+
 class RewardSection(ComponentSection):
     """What scores responses; other keys are the reward's own options."""
 
@@ -171,6 +180,8 @@ class RewardSection(ComponentSection):
     """`process` survives anything a reward does; `inline` runs it in the controller, without a time limit."""
     memory_gb: Annotated[float, Field(gt=0.0)] | None = 4.0
     """Memory one worker may take before it counts as failed; null for no limit."""
+    overlong: Overlong | None = None
+    """Penalty for responses that come near the length limit, after scoring; not applied in evaluation."""
 
 
 class ReferenceSection(Section):
@@ -269,6 +280,10 @@ class CriticSection(Section):
     """Learning-rate schedule; default the actor's."""
     warmup_steps: NonNegative | None = None
     """Warm-up steps; default the actor's."""
+    decay_steps: Positive | None = None
+    """Optimizer steps at whose end min_lr is reached; default the actor's if it is given, else the whole run."""
+    min_lr: Annotated[float, Field(ge=0.0)] | None = None
+    """Rate at the end of a linear or cosine schedule; default the actor's."""
     clip_grad: Annotated[float, Field(ge=0.0)] | None = None
     """Largest gradient norm; default the actor's."""
     warmup_rollouts: NonNegative = 0

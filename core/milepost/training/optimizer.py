@@ -44,7 +44,7 @@ class OptimizerSettings:
         """
         values = section.model_dump()
         if critic is not None:
-            for name in ("lr", "weight_decay", "schedule", "warmup_steps", "clip_grad"):
+            for name in ("lr", "weight_decay", "schedule", "warmup_steps", "decay_steps", "min_lr", "clip_grad"):
                 if (own := getattr(critic, name)) is not None:
                     values[name] = own
         if values["decay_steps"] is None:
