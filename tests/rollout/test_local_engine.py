@@ -26,6 +26,7 @@ from milepost.errors import MilepostError, RunError
 from milepost.rollout.engine import SamplingParams
 from milepost.rollout.local.decoder import LeanDecoder
 from milepost.rollout.local.hf_decoder import HFDecoder
+from milepost.rollout.local.rows import UniformStreams, stream_key
 from milepost.samples import Sample, Status, Task
 
 QWEN3 = LEAN["qwen3-tied"]
@@ -535,3 +536,12 @@ def test_the_key_alone_seeds_a_request() -> None:
     texts = [tuple(sample.tokens) for sample in samples]
     assert texts[0] == texts[1] and len(set(texts)) == 4
     assert samples[0].task.label == "x"
+
+
+def test_a_stream_is_numpys_philox_read_at_any_place() -> None:
+    key = stream_key((3, 1, 4))
+    whole = np.random.Generator(np.random.Philox(key=key)).random(200, dtype=np.float32)
+    streams = UniformStreams()
+    for start, count in ((0, 64), (64, 64), (13, 51), (7, 1), (128, 72)):
+        assert streams.read(key, start, count).tolist() == whole[start : start + count].tolist()
+    assert streams.read(stream_key((3, 14)), 0, 9).tolist() != whole[:9].tolist()
