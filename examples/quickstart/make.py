@@ -17,7 +17,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import random
 import shutil
 import sys
@@ -269,7 +268,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Path, Arguments, int]:
     parser.add_argument("--batch", type=int, default=64, help="demonstrations per step (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=2e-3, help="largest learning rate (default: %(default)s)")
     parser.add_argument("--wrong", type=float, default=0.6, help="share of wrong demonstrations (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads; a model this small has no use for more")
     given = parser.parse_args(argv)
     if given.hidden % 8:
         parser.error(f"--hidden {given.hidden}: expected a multiple of 8 (4 heads of even size)")
