@@ -320,16 +320,17 @@ class LeanDecoder:
         self._require_weights()
         layout, count = self.layout, len(tokens)
         shortest, longest = (int(extreme) for extreme in positions.aminmax())
+        level = shortest == longest
         slots = (self._offsets[:count] + positions).to(self.device)
         positions = positions.to(self.device)
         span, bias = longest + 1, None
-        if shortest != longest or self.device.type != "cpu":
+        if not level or self.device.type != "cpu":
             # GPU kernels want the mask's rows aligned; the extra entries are masked.
             span = span if self.device.type == "cpu" else min(-(-span // 8) * 8, self._cache.shape[2])
             bias = torch.zeros(count, 1, 1, span, dtype=self.dtype, device=self.device)
             bias.masked_fill_((torch.arange(span, device=self.device) > positions[:, None])[:, None, None], -torch.inf)
         hidden = F.embedding(tokens, self._tensors["embed"])
-        tables = self._tables(self._rotation.index_select(0, positions))
+        tables = self._tables(self._rotation[longest:][:1] if level else self._rotation.index_select(0, positions))
         kv_heads, size, group = layout.num_kv_heads, layout.head_dim, layout.num_heads // layout.num_kv_heads
         query = layout.num_heads * size
         for index in range(layout.num_layers):

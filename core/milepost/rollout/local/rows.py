@@ -137,6 +137,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.requests)
 
+    @torch.inference_mode()
     def add(self, requests: Sequence[Request], lengths: Sequence[int], logits: Tensor) -> list[tuple[int, Status]]:
         """Append rows whose contexts, of these lengths, have been prefilled, and sample a first token for each.
 
@@ -182,6 +183,7 @@ class Rows:
         self._first_end = int(self._ends.min()) if self.requests else 0
         self.longest = int(self._positions.max()) + 1 if self.requests else 0
 
+    @torch.inference_mode()
     def step(self) -> list[tuple[int, Status]]:
         """Feed each row's latest token and sample the next; return the rows that ended, and how."""
         logits = self._decoder.step(self._last, self._positions)
@@ -210,7 +212,6 @@ class Rows:
             self._ends -= unused
             self._first_end -= unused
 
-    @torch.inference_mode()
     def _record(self, start: int, sampler: Sampler, logits: Tensor) -> list[tuple[int, Status]]:
         """Sample into the current line for every row from `start` on; return those that ended."""
         line, end = self._line, len(self)
