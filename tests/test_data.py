@@ -224,9 +224,9 @@ def test_system_message_needs_a_chat_template(tokenizer, rows):
 def test_files_that_cannot_be_read(tokenizer, rows, tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         load_dataset(tmp_path / "absent.jsonl", DatasetFields(), tokenizer)
-    with pytest.raises(DataError, match="is a folder"):
+    with pytest.raises(DataError, match="is a folder without a dataset"):
         load_dataset(tmp_path, DatasetFields(), tokenizer)
-    with pytest.raises(DataError, match=r"cannot read \.csv; expected \.jsonl"):
+    with pytest.raises(DataError, match=r"cannot read \.csv; expected \.jsonl, \.parquet"):
         load_dataset(rows(GOOD, name="rows.csv"), DatasetFields(), tokenizer)
 
 
@@ -293,7 +293,7 @@ def test_order_is_the_same_in_another_process(tokenizer, rows):
         "print(dataset.fingerprint, [t.index for t in PromptSource(dataset, 10, True, 7).next_batch()])"
     )
     there = subprocess.run(
-        [sys.executable, "-c", program, dataset.path, tokenizer.name], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, dataset.name, tokenizer.name], capture_output=True, text=True, check=True
     )
     assert there.stdout.strip() == f"{dataset.fingerprint} {here}"
 
@@ -319,7 +319,7 @@ def test_resume_refuses_other_data_or_another_order(tokenizer, rows):
     with pytest.raises(CheckpointError, match=r"data\.shuffle True"):
         PromptSource(same, 4, shuffle=False, seed=5).load_state_dict(state)
     other = make_dataset(rows, tokenizer, label="m")
-    with pytest.raises(CheckpointError, match="other prompts or labels"):
+    with pytest.raises(CheckpointError, match="other prompts, labels or weights"):
         PromptSource(other, 4, shuffle=True, seed=5).load_state_dict(state)
     unshuffled = PromptSource(same, 4, shuffle=False, seed=5).state_dict()
     PromptSource(same, 4, shuffle=False, seed=6).load_state_dict(unshuffled)  # the seed orders nothing here

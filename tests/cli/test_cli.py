@@ -84,7 +84,7 @@ BAD = [
     ("rollout: {stop: end}", "rollout.stop", 1, "expected a list, got 'end'"),
     ("rollout: {stop: [1]}", "rollout.stop.0", 1, "expected text, got 1"),
     ("data: {shuffle: maybe}", "data.shuffle", 1, "expected true or false, got 'maybe'"),
-    ("data: {path: [a]}", "data.path", 1, "expected text, got ['a']"),
+    ("data: {path: 3}", "data.path", 1, "expected text, or a mapping, or a list, got 3"),
     ("data: {label: 3}", "data.label", 1, "expected text, or a mapping, got 3"),
     ("data: {chat_template_args: 3}", "data.chat_template_args", 1, "expected a mapping, got 3"),
     ("model: here", "model", 1, "expected a mapping with keys such as path, recipe, dtype, got 'here'"),

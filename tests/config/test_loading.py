@@ -149,7 +149,7 @@ def test_problems_of_all_sections_come_together(project: Path) -> None:
     )
     found = problems_of("run.yaml", "bad.yaml")
     assert found["modle"] == "unknown section; did you mean 'model'? (bad.yaml:1)"
-    assert found["data.path"].startswith("'nowhere.jsonl' was given, expected a JSONL file; ")
+    assert found["data.path"].startswith("'nowhere.jsonl' was given, expected a JSONL or parquet file, ")
     assert f"{project}/nowhere.jsonl does not exist" in found["data.path"]
     assert found["rollout.batch_size"] == "must be greater than 0, got 0 (bad.yaml:4)"
     assert found["rollout.temprature"] == "unknown key; did you mean 'temperature'? (bad.yaml:5)"

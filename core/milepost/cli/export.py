@@ -14,7 +14,7 @@ import click
 @click.option("--model", type=click.Path(path_type=Path), metavar="DIR", help="The starting model, if it was moved.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is a model folder.")
 def export(run_dir: Path, out: Path, checkpoint: int | None, model: Path | None, force: bool) -> None:
-    """Write the policy of RUN_DIR to OUT as a Hugging Face folder.
+    """Write a run's policy as a Hugging Face folder.
 
     Weights are those of a checkpoint, bit for bit; config and tokenizer are the starting model's.
     """

@@ -18,11 +18,12 @@ from milepost.components import ModelLayout, ModelTraits
 from milepost.config import rules
 from milepost.config.batch import PATHS, BatchIdentity, solve_batch
 from milepost.config.choices import Choice
-from milepost.config.files import missing_files, resolve_path
+from milepost.config.files import data_sources, missing_files, resolve_data, resolve_model, resolve_path
 from milepost.config.loading import Loaded
 from milepost.config.resolve import Resolver
 from milepost.config.schema import RunConfig
-from milepost.errors import ConfigError, PluginError, Problem
+from milepost.config.sources import Source, count_rows
+from milepost.errors import ConfigError, MilepostError, PluginError, Problem
 
 __all__ = ["Choice", "Plan", "make_plan"]
 
@@ -126,7 +127,7 @@ def make_plan(loaded: Loaded) -> Plan:
         model=model,
         transport=loaded.choices["transport"],
         layout=layout,
-        model_path=resolve_path(config.model.path, loaded.base_dir),
+        model_path=resolve_model(config.model.path, loaded.base_dir),
         num_rollouts=num_rollouts,
         batch_size=batch.batch_size,
         samples_per_prompt=batch.samples_per_prompt,
@@ -168,7 +169,7 @@ def _ask_components(plan: Plan, loaded: Loaded) -> None:
 def _read_model(loaded: Loaded, found: rules.Findings) -> tuple[Choice | None, ModelLayout | None]:
     """Read the checkpoint's `config.json` and find the recipe that serves its architecture."""
     section = loaded.config.model
-    path = resolve_path(section.path, loaded.base_dir) / "config.json"
+    path = resolve_model(section.path, loaded.base_dir) / "config.json"
     if not path.is_file():
         # Reported with the other missing files; a recipe named by the run config can still be looked up.
         return None, None
@@ -219,20 +220,21 @@ def _num_rollouts(loaded: Loaded, batch: BatchIdentity | None, found: rules.Find
         if rollout.num_rollouts is None:
             found.problem("rollout.num_rollouts", "required, but not given: give rollout.num_rollouts or num_epochs")
         return rollout.num_rollouts
-    path = resolve_path(data.path, loaded.base_dir)
-    if batch is None or not path.is_file():
+    if batch is None:
         return None
-    with path.open("rb") as file:
-        rows = sum(1 for line in file if line.strip())
-    if rows == 0:
-        found.problem("data.path", f"{path} is empty; expected one JSON object per line")
+    counted = _count_rows(loaded, found)
+    if not counted:
         return None
-    total = -(-rollout.num_epochs * rows // batch.batch_size)
+    rows = sum(counted.values())
+    # What all epochs take of each source: with weights, more or less than its rows.
+    prompts = sum(int(rollout.num_epochs * source.weight * number) for source, number in counted.items())
+    total = -(-prompts // batch.batch_size)
+    weighted = " (weighted)" if any(source.weight != 1 for source in counted) else ""
     if rollout.num_rollouts is not None and rollout.num_rollouts != total:
         found.problem(
             "rollout.num_epochs",
-            f"{rollout.num_epochs} epochs of {rows} rows at {batch.batch_size} prompts a rollout are {total} rollouts, "
-            f"but rollout.num_rollouts is {rollout.num_rollouts}; give one of them",
+            f"{rollout.num_epochs} epochs of {rows} rows{weighted} at {batch.batch_size} prompts a rollout are {total} "
+            f"rollouts, but rollout.num_rollouts is {rollout.num_rollouts}; give one of them",
         )
         return None
     if data.dedupe or data.max_prompt_len is not None:
@@ -241,3 +243,23 @@ def _num_rollouts(loaded: Loaded, batch: BatchIdentity | None, found: rules.Find
             f"counts all {rows} rows; where dedupe or max_prompt_len drop some, it passes over the rest more often",
         )
     return total
+
+
+def _count_rows(loaded: Loaded, found: rules.Findings) -> dict[Source, int]:
+    """Return the rows of each training source; empty, with the problem recorded, if one is missing or has none."""
+    counted: dict[Source, int] = {}
+    for path, source in data_sources({"data": loaded.config.data}):
+        place = resolve_data(source.place, loaded.base_dir)
+        if not (place.is_file() or place.is_dir()):
+            return {}
+        try:
+            number = count_rows(place, source)
+        except MilepostError as error:
+            message = error.problems[0].message if isinstance(error, ConfigError) else str(error)
+            found.problem(path, message)
+            return {}
+        if number == 0:
+            found.problem(path, f"{source.text} is empty; expected at least one row")
+            return {}
+        counted[source] = counted.get(source, 0) + number
+    return counted

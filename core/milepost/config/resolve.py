@@ -13,10 +13,11 @@ from milepost.components import AlgorithmTraits
 from milepost.config.batch import BatchIdentity
 from milepost.config.choices import component_sections, kernel_keys, resolved_options
 from milepost.config.documents import leaves
-from milepost.config.files import MODEL_FOLDERS, resolve_path
+from milepost.config.files import MODEL_FOLDERS, resolve_data, resolve_model, resolve_path
 from milepost.config.loading import Loaded
 from milepost.config.rules import Roles
 from milepost.config.schema import DatasetFields, EvalDataset, RewardSection, RunConfig
+from milepost.config.sources import DataPath, relocated
 
 DERIVED = "derived"
 
@@ -95,18 +96,23 @@ class Resolver:
 
     def _absolute_paths(self) -> None:
         config, base_dir = self.loaded.config, self.loaded.base_dir
-        for path in (*MODEL_FOLDERS, "checkpoint.init_from", "data.path"):
+        for path in (*MODEL_FOLDERS, "checkpoint.init_from"):
             section, _, key = path.partition(".")
             text = self.updates.get(section, {}).get(key, getattr(getattr(config, section), key))
             if text is not None:
-                self._update(path, str(resolve_path(text, base_dir)))
+                resolve = resolve_model if path in MODEL_FOLDERS else resolve_path
+                self._update(path, str(resolve(text, base_dir)))
+        self._update("data.path", self._data_path(config.data.path))
+
+    def _data_path(self, path: DataPath) -> DataPath:
+        return relocated(path, lambda place: resolve_data(place, self.loaded.base_dir))
 
     def _dataset(self, index: int) -> EvalDataset:
         """Return a held-out set with what it does not say taken from the training data and rollout."""
         config = self.loaded.config
         dataset = config.eval.datasets[index]
         path = f"eval.datasets.{index}"
-        update: dict[str, Any] = {"path": str(resolve_path(dataset.path, self.loaded.base_dir))}
+        update: dict[str, Any] = {"path": self._data_path(dataset.path)}
         for key in DatasetFields.model_fields:
             if key not in dataset.model_fields_set:
                 update[key] = self.updates["data"].get(key, getattr(config.data, key))

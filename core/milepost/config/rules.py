@@ -21,7 +21,7 @@ from milepost.components import (
 )
 from milepost.config.batch import BatchIdentity
 from milepost.config.choices import Choice
-from milepost.config.files import resolve_path
+from milepost.config.files import data_sources, resolve_path
 from milepost.config.loading import Loaded
 from milepost.errors import Problem
 
@@ -219,13 +219,20 @@ def check_placement(loaded: Loaded, layout: ModelLayout | None, model: Choice | 
     """Divide the cluster between ranks and engines, and the model between ranks."""
     config = loaded.config
     cluster, trainer, engine = config.cluster, config.trainer, config.engine
-    total = cluster.nodes * max(cluster.gpus_per_node, 1)
+    total = cluster.nodes * (cluster.gpus_per_node or cluster.cpu_ranks)
+    if cluster.gpus_per_node > 0 and cluster.cpu_ranks > 1:
+        found.problem(
+            "cluster.cpu_ranks",
+            f"{cluster.cpu_ranks}, but there is a rank on each of the {cluster.gpus_per_node} GPUs of a machine; "
+            "leave it at 1, or set cluster.gpus_per_node: 0",
+        )
     if cluster.launcher == "inline" and total > 1:
-        path = "cluster.gpus_per_node" if cluster.gpus_per_node > 1 else "cluster.nodes"
+        keys = ("gpus_per_node", "cpu_ranks", "nodes")
+        path = next(f"cluster.{key}" for key in keys if getattr(cluster, key) > 1)
+        devices = f"{cluster.gpus_per_node} GPUs" if cluster.gpus_per_node else f"{cluster.cpu_ranks} CPU ranks"
         found.problem(
             path,
-            f"launcher inline is one process on one device, got {cluster.nodes} x {cluster.gpus_per_node} GPUs; "
-            "use cluster.launcher: ray",
+            f"launcher inline is one process on one device, got {cluster.nodes} x {devices}; use cluster.launcher: ray",
         )
         total = 1
     if config.run.device == "cpu" and cluster.gpus_per_node > 0:
@@ -361,6 +368,11 @@ def check_data(loaded: Loaded, found: Findings) -> None:
         for key in ("system", "chat_template_args"):
             if key in given and getattr(section, key) and not templated:
                 found.problem(f"{path}.{key}", "has an effect only with chat_template: true")
+        if getattr(section, "path", None) == ():
+            found.problem(f"{path}.path", "expected at least one source, got an empty list")
+    for path, source in data_sources(config):
+        if source.weight != 1 and not path.startswith("data."):
+            found.problem(f"{path}.weight", "has an effect on training prompts only; remove it")
     names = [dataset.name for dataset in config.eval.datasets]
     for index, name in enumerate(names):
         if name in names[:index]:

@@ -105,11 +105,25 @@ class DatasetFields(Section):
     """Prompts of more tokens are dropped, and counted; default those that leave no room for a response."""
 
 
+class DataSource(Section):
+    """One place that prompts are taken from."""
+
+    path: str
+    """JSONL or parquet file, dataset folder, or ORGANISATION/NAME on the Hub; `@[a:b]` at its end takes rows a to b."""
+    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    """How often an epoch goes over each row; 0.5 takes half of them, and the others in the next epoch."""
+    split: str | None = None
+    """Split of a dataset folder or name; default `train`."""
+    subset: str | None = None
+    """Subset (configuration) of a dataset folder or name that has several."""
+
+
 class DataSection(DatasetFields):
     """Training prompts."""
 
-    path: str
-    """JSONL file; relative paths are taken from the last run config's folder."""
+    path: str | DataSource | tuple[str | DataSource, ...]
+    """JSONL or parquet file, dataset folder, or ORGANISATION/NAME on the Hub, with `@[a:b]` for rows a to b; or a list.
+    Relative paths are taken from the last run config's folder."""
     dedupe: bool = False
     """Drop rows whose prompt text occurred before, and count them."""
     shuffle: bool = True
@@ -361,6 +375,8 @@ class ClusterSection(Section):
     """Machines."""
     gpus_per_node: NonNegative = 0
     """GPUs on each; 0 computes on CPUs."""
+    cpu_ranks: Positive = 1
+    """Training ranks on each machine where gpus_per_node is 0; more than 1 needs launcher ray."""
     colocate: bool = True
     """Engines and trainer share the same GPUs."""
     stall_timeout: Annotated[float, Field(gt=0.0)] = 1800.0
@@ -385,8 +401,8 @@ class EvalDataset(DatasetFields):
 
     name: str
     """Its name in the metrics."""
-    path: str
-    """JSONL file."""
+    path: str | DataSource | tuple[str | DataSource, ...]
+    """As `data.path`."""
     samples_per_prompt: Positive = 1
     """Responses per prompt; with more than one, pass@k is reported."""
     temperature: Annotated[float, Field(ge=0.0)] = 0.0
