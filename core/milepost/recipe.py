@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from milepost.weights.conversion import Conversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,32 @@ class HFHalf(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class MegatronModel:
+    """A model as Megatron-core builds it, read from a checkpoint's `config.json`."""
+
+    transformer: Mapping[str, Any]
+    """Fields of Megatron's TransformerConfig that the architecture decides; parallelism, precision and recompute are
+    the trainer's."""
+    layer_spec: Callable[[Any], Any]
+    """From the finished TransformerConfig to the ModuleSpec of one layer, or a sequence of one spec for every layer."""
+    conversions: tuple[Conversion, ...]
+    """How Hugging Face tensors become Megatron's; also the order in which a weight source yields them."""
+    vocab_size: int
+    padded_vocab_size: int
+    """Rows of the embedding and the output head; those beyond `vocab_size` take no part in the distribution."""
+    tied_embeddings: bool
+    max_positions: int
+    inverse_frequencies: Tensor
+    """[head_dim / 2] float32, of the rotary embedding."""
+
+
 class MegatronHalf(Protocol):
-    """The half of a recipe that the Megatron trainer uses."""
+    """The half of a recipe that the Megatron trainer uses. The value head of a critic is the trainer's."""
+
+    def describe(self, config: Mapping[str, Any]) -> MegatronModel:
+        """Read a `config.json`. Raises ValueError naming a value that is missing, malformed or not understood."""
+        ...
 
 
 class Recipe(Protocol):

@@ -250,14 +250,15 @@ def ragged_attention(
         [Tq, Hq, Dv].
     """
     if _has_varlen_kernel(query.unsqueeze(0), value.unsqueeze(0)):
-        cumulative = [
+        before_q, before_k = (
             torch.tensor((0, *lengths)).cumsum(0).to(query.device, torch.int32)
             for lengths in (query_lengths, key_lengths)
-        ]
-        longest = max(query_lengths), max(key_lengths)
-        return _varlen(query, key, value, *cumulative, *longest, scaling, None)
+        )
+        longest_q, longest_k = max(query_lengths), max(key_lengths)
+        return _varlen(query, key, value, before_q, before_k, longest_q, longest_k, scaling, None)
     outputs = []
-    parts = (query.split(tuple(query_lengths)), key.split(tuple(key_lengths)), value.split(tuple(key_lengths)))
+    sizes = (list(query_lengths), list(key_lengths), list(key_lengths))
+    parts = (torch.split(x, size) for x, size in zip((query, key, value), sizes, strict=True))
     for q, k, v in zip(*parts, strict=True):
         count, seen = len(q), len(k)
         visible = torch.ones(count, seen, dtype=torch.bool, device=q.device).tril(seen - count)

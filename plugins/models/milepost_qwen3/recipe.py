@@ -11,6 +11,8 @@ from milepost.recipe import HFModel
 from milepost.rollout.local.decoder import LeanDecoder
 from milepost.weights.hf import load_causal_lm
 
+from milepost_qwen3.megatron import Qwen3Megatron
+
 
 class Qwen3HF:
     """Implements `milepost.recipe.HFHalf`."""
@@ -29,4 +31,4 @@ class Qwen3Recipe:
 
     def __init__(self) -> None:
         self.hf = Qwen3HF()
-        self.megatron = None
+        self.megatron = Qwen3Megatron()

@@ -1,0 +1,120 @@
+"""The weights of a Megatron model under Hugging Face names, gathered over tensor and pipeline parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from milepost.recipe import MegatronModel
+from milepost.training.megatron.model import VALUE_HEAD, PolicyModel, rules_by_name
+from milepost.weights.conversion import Conversion
+from milepost.weights.transport import Shard, TensorSpec
+
+
+class MegatronSource:
+    """A `WeightSource` of one role, the same order on every rank.
+
+    Args:
+        pieces: this rank's pieces of the model.
+        description: the model's rules.
+        dtype: of its weights, but for a value head's, which are float32.
+        value: what to yield of each parameter; by default what it holds.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[PolicyModel],
+        description: MegatronModel,
+        dtype: torch.dtype,
+        value: Callable[[Tensor], Tensor] = Tensor.detach,
+    ) -> None:
+        self._held: dict[str, Tensor] = {}
+        self._critic = pieces[0].value_head
+        for piece in pieces:
+            parameters = dict(piece.named_parameters())
+            for local, name in piece.canonical_names().items():
+                self._held[name] = value(parameters[local])
+        rules = rules_by_name(description)
+        if self._critic:
+            rules.pop("output_layer.weight", None)
+        self._rules: list[Conversion] = list(rules.values())
+        self._dtype = dtype
+        hidden = description.transformer["hidden_size"]
+        self._value_head: dict[str, tuple[int, ...]] = {}
+        if self._critic:
+            self._value_head = {"output_layer.weight": (1, hidden), "output_layer.bias": (1,)}
+        self._value_dtype = torch.promote_types(torch.float32, dtype)
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Names, shapes and dtypes of all tensors, in the order `tensors` yields them, without digests."""
+        name = str(self._dtype).removeprefix("torch.")
+        specs = [TensorSpec(part.name, part.shape, name) for rule in self._rules for part in rule.parts]
+        name = str(self._value_dtype).removeprefix("torch.")
+        return specs + [TensorSpec(VALUE_HEAD[key], shape, name) for key, shape in self._value_head.items()]
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors, gathered over tensor and pipeline parallelism; called on all ranks."""
+        owners = self._owners()
+        for rule in self._rules:
+            yield from zip((part.name for part in rule.parts), self._whole(rule, owners[rule.megatron]), strict=True)
+        for name, shape in self._value_head.items():
+            held = self._held.get(name)
+            value = torch.empty(shape, dtype=self._value_dtype, device=self._device()) if held is None else held
+            yield VALUE_HEAD[name], self._from_owner(value, owners[name])
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the slices this rank holds."""
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        for rule in self._rules:
+            if rule.megatron in self._held:
+                share = size if rule.split is not None else 1
+                cuts = rule.divide(self._held[rule.megatron], rank, share)
+                for part, cut in zip(rule.parts, cuts, strict=True):
+                    yield Shard(part.name, part.shape, rule.cut(part, rank, share), cut)
+        for name, shape in self._value_head.items():
+            if name in self._held:
+                slices = tuple((0, extent) for extent in shape)
+                yield Shard(VALUE_HEAD[name], shape, slices, self._held[name])
+
+    def _device(self) -> torch.device:
+        return next(iter(self._held.values())).device
+
+    def _owners(self) -> dict[str, int]:
+        """Return the first pipeline stage that holds each tensor."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        stages = dist.get_world_size(group)
+        names: list[list[str]] = [[] for _ in range(stages)]
+        dist.all_gather_object(names, list(self._held), group=group)
+        owners: dict[str, int] = {}
+        for stage, held in enumerate(names):
+            for name in held:
+                owners.setdefault(name, stage)
+        return owners
+
+    def _whole(self, rule: Conversion, owner: int) -> list[Tensor]:
+        """Return the whole Hugging Face tensors of a rule."""
+        size = parallel_state.get_tensor_model_parallel_world_size() if rule.split is not None else 1
+        if parallel_state.get_pipeline_model_parallel_rank() == owner:
+            mine = self._held[rule.megatron]
+            shards = [mine]
+            if size > 1:
+                shards = [torch.empty_like(mine) for _ in range(size)]
+                dist.all_gather(shards, mine.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+            wholes = rule.join(shards)
+        else:
+            wholes = [torch.empty(part.shape, dtype=self._dtype, device=self._device()) for part in rule.parts]
+        return [self._from_owner(whole, owner) for whole in wholes]
+
+    @staticmethod
+    def _from_owner(tensor: Tensor, owner: int) -> Tensor:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if dist.get_world_size(group) > 1:
+            tensor = tensor.contiguous()
+            dist.broadcast(tensor, src=dist.get_global_rank(group, owner), group=group)
+        return tensor
