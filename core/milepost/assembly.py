@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-import torch
-
-from milepost.components import AdvantageEstimator, ModelTraits, Transport
+from milepost.cluster.compute import launch
+from milepost.components import AdvantageEstimator, ModelTraits
 from milepost.config.plan import Plan
-from milepost.config.schema import EvalDataset
+from milepost.config.schema import EvalDataset, Overlong
 from milepost.data import PromptSource, load_dataset
 from milepost.errors import ConfigError, Problem
-from milepost.recipe import Recipe
+from milepost.functional.overlong import overlong_penalty
 from milepost.rollout.engine import Engine, SamplingParams
 from milepost.rollout.evaluation import HeldOut
 from milepost.rollout.generation import Generate, RolloutGenerator, generate_response, zero_variance
-from milepost.rollout.local.engine import LocalEngine
 from milepost.rollout.rewards import RewardPool
-from milepost.samples import Sample
+from milepost.samples import UNSHAPED, Sample
 from milepost.tokenizer import Tokenizer, load_tokenizer
-from milepost.training.torch_trainer import TorchTrainer
 from milepost.training.trainer import Role, Trainer
-from milepost.weights.transport import EngineInfo, Sender
+from milepost.weights.transport import PushReport
 
 TRAINING_REWARD = ""
 """Name of the run's own reward pool among those of the held-out sets."""
@@ -41,7 +37,8 @@ class Parts:
 
     engine: Engine
     trainer: Trainer
-    sender: Sender
+    push: Callable[[int], PushReport]
+    """Carries the actor's weights to the engine as the given version."""
     estimator: AdvantageEstimator
     generator: RolloutGenerator
     held_out: tuple[HeldOut, ...]
@@ -55,10 +52,18 @@ class Parts:
 
 
 class Scorer:
-    """Scores groups with a reward pool."""
+    """Scores groups with a reward pool, and takes the overlong penalty off where there is one.
 
-    def __init__(self, pool: RewardPool) -> None:
+    Args:
+        pool: scores.
+        overlong: the penalty, of training rewards alone.
+        max_response_len: the length at which it is whole.
+    """
+
+    def __init__(self, pool: RewardPool, overlong: Overlong | None = None, max_response_len: int = 0) -> None:
         self.pool = pool
+        self.overlong = overlong
+        self.max_response_len = max_response_len
 
     def begin(self, expected: int) -> None:
         """Begin to count failures anew; the error budget is a share of `expected` samples."""
@@ -68,103 +73,57 @@ class Scorer:
         """Set `rewards` on each sample."""
         for sample, scored in zip(samples, await self.pool.score(samples), strict=True):
             sample.rewards = dict(scored.rewards)
+            if self.overlong is not None:
+                self._shape(sample, self.overlong)
+
+    def _shape(self, sample: Sample, overlong: Overlong) -> None:
+        """Add the penalty of a sample's length to its reward, and keep both apart too."""
+        penalty = overlong_penalty(sample.num_trainable, self.max_response_len, overlong.buffer, overlong.penalty)
+        score = sample.reward
+        sample.rewards |= {"reward": score + penalty, UNSHAPED: score, "overlong": penalty}
 
 
 @asynccontextmanager
 async def assemble(plan: Plan) -> AsyncIterator[Parts]:
     """Build the parts, start those that run, and stop them on the way out."""
     config = plan.config
-    device = choose_device(config.run.device)
-    dtype = choose_dtype(config.model.dtype, device)
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    torch.manual_seed(config.run.seed)
-
     tokenizer = load_tokenizer(plan.model_path, config.model.trust_remote_code)
     dataset = load_dataset(config.data.path, config.data, tokenizer, dedupe=config.data.dedupe)
     prompts = PromptSource(dataset, plan.batch_size, config.data.shuffle, config.run.seed)
-    recipe: Recipe = plan.model.build()
-    trainer = TorchTrainer(plan, recipe=recipe, algorithm=plan.algorithm.build(), device=device, dtype=dtype)
-    engine = local_engine(plan, recipe, tokenizer, dtype, device)
     generate = load_generate(plan)
 
-    with ExitStack() as closing:
-        closing.callback(trainer.close)
+    async with AsyncExitStack() as closing:
+        compute = await closing.enter_async_context(launch(plan, tokenizer))
         pools = {name: closing.enter_context(pool) for name, pool in reward_pools(plan).items()}
         scorers = {name: Scorer(pool) for name, pool in pools.items()}
         held_out = tuple(load_held_out(plan, dataset, tokenizer, scorers) for dataset in config.eval.datasets)
-        await engine.start()
-        try:
-            for pool in pools.values():
-                await pool.start()
-            yield Parts(
-                engine=engine,
-                trainer=trainer,
-                sender=open_transport(plan, trainer, engine),
-                estimator=plan.advantage.build(),
-                generator=RolloutGenerator(
-                    engine=engine,
-                    scorer=scorers[TRAINING_REWARD],
-                    next_tasks=prompts.take,
-                    params=training_params(plan),
-                    seed=config.run.seed,
-                    batch_size=plan.batch_size,
-                    samples_per_prompt=plan.samples_per_prompt,
-                    generate=generate,
-                    drop=zero_variance if config.rollout.filter == "zero_variance" else None,
-                    max_rounds=config.rollout.max_filter_rounds,
-                ),
-                held_out=held_out,
-                prompts=prompts,
-                roles=roles(plan),
-                sample_cost=partial(_traits(plan).train_flops, plan.layout),
-                rewards=pools[TRAINING_REWARD],
-            )
-        finally:
-            await engine.stop()
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the device to compute on. Raises ConfigError if a GPU is asked for and there is none."""
-    if name == "cuda" and not torch.cuda.is_available():
-        message = "cuda was given, but torch finds no GPU; use auto or cpu, or install a torch that was built for CUDA"
-        raise ConfigError([Problem("run.device", message)])
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute in: `auto` is bfloat16 on a GPU and float32 on a CPU."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
-def local_engine(
-    plan: Plan, recipe: Recipe, tokenizer: Tokenizer, dtype: torch.dtype, device: torch.device
-) -> LocalEngine:
-    """Make the in-process engine. Raises ConfigError for a checkpoint that the recipe cannot decode."""
-    text = (plan.model_path / "config.json").read_text(encoding="utf-8")
-    try:
-        decoder = recipe.hf.decoder(json.loads(text), dtype, device)
-    except ValueError as error:
-        raise ConfigError([Problem("model.path", str(error))]) from error
-    return LocalEngine(
-        decoder=decoder,
-        decode=tokenizer.decode,
-        end_token_ids=tokenizer.end_token_ids,
-        max_positions=plan.config.rollout.max_context_len or plan.layout.max_positions,
-        max_running_requests=plan.config.engine.max_running_requests,
-        **plan.config.engine.options,
-    )
-
-
-def open_transport(plan: Plan, trainer: Trainer, engine: LocalEngine) -> Sender:
-    """Open the transport between the trainer and the engine, and return this process's sender."""
-    transport: Transport = plan.transport.build()
-    address = transport.open(trainer.world, [EngineInfo(0, engine.endpoint)])
-    return transport.sender(replace(address, verify=plan.config.transport.verify), rank=0)
+        overlong = config.reward.overlong
+        training_scorer = Scorer(pools[TRAINING_REWARD], overlong, config.rollout.max_response_len)
+        for pool in pools.values():
+            await pool.start()
+        yield Parts(
+            engine=compute.engine,
+            trainer=compute.trainer,
+            push=compute.push,
+            estimator=plan.advantage.build(),
+            generator=RolloutGenerator(
+                engine=compute.engine,
+                scorer=training_scorer,
+                next_tasks=prompts.take,
+                params=training_params(plan),
+                seed=config.run.seed,
+                batch_size=plan.batch_size,
+                samples_per_prompt=plan.samples_per_prompt,
+                generate=generate,
+                drop=zero_variance if config.rollout.filter == "zero_variance" else None,
+                max_rounds=config.rollout.max_filter_rounds,
+            ),
+            held_out=held_out,
+            prompts=prompts,
+            roles=roles(plan),
+            sample_cost=partial(_traits(plan).train_flops, plan.layout),
+            rewards=pools[TRAINING_REWARD],
+        )
 
 
 def training_params(plan: Plan) -> SamplingParams:

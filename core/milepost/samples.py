@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+UNSHAPED = "unshaped"
+"""Name under which the reward as it was scored is kept, where the kernel changed the one trained on."""
+
 
 class Status(StrEnum):
     """How the generation of a sample ended."""
@@ -75,6 +78,11 @@ class Sample:
     def reward(self) -> float:
         """The reward trained on."""
         return self.rewards["reward"]
+
+    @property
+    def score(self) -> float:
+        """The reward as it was scored, before the kernel shaped it (`reward.overlong`)."""
+        return self.rewards.get(UNSHAPED, self.reward)
 
     @property
     def num_trainable(self) -> int:

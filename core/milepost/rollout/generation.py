@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from milepost.errors import RunError
 from milepost.rollout.engine import Engine, SamplingParams
-from milepost.samples import Sample, Status, Task
+from milepost.samples import UNSHAPED, Sample, Status, Task
 
 T = TypeVar("T")
 
@@ -113,9 +113,10 @@ class Rollout:
 def zero_variance(samples: Sequence[Sample]) -> str | None:
     """Give the reason to drop a group whose rewards are all equal, or None to keep it (arXiv 2503.14476).
 
-    A group of one has no spread to speak of and is kept: dropping it would starve the batch.
+    A group of one has no spread to speak of and is kept: dropping it would starve the batch. What counts is the reward
+    as it was scored: a length penalty alone makes no group worth training on.
     """
-    rewards = {sample.reward for sample in samples}
+    rewards = {sample.score for sample in samples}
     if len(samples) < 2 or len(rewards) > 1:
         return None
     return f"all {len(samples)} rewards are {rewards.pop():g}"
@@ -200,7 +201,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
     metrics = {
-        "raw_reward": sum(sample.reward for sample in samples) / count,
+        "raw_reward": sum(sample.score for sample in samples) / count,
         "log_probs": log_probs / max(1, sum(num_trainable)),
         "response_len": sum(num_trainable) / count,
         "response_len_max": float(max(num_trainable)),
@@ -208,7 +209,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         "zero_variance_groups": sum(len({s.reward for s in group}) == 1 for group in groups.values()) / len(groups),
         "dropped_groups": float(sum(rollout.dropped.values())),
     }
-    names = sorted({name for sample in samples for name in sample.rewards} - {"reward"})
+    names = sorted({name for sample in samples for name in sample.rewards} - {"reward", UNSHAPED})
     for name in names:
         values = [sample.rewards[name] for sample in samples if name in sample.rewards]
         metrics[f"reward/{name}"] = sum(values) / len(values)

@@ -18,6 +18,7 @@ class Entry:
 
 CATALOGUE: dict[str, Entry] = {
     "rollout/raw_reward": Entry("Mean reward of the rollout's samples, as scored, before any normalisation.", "reward"),
+    "rollout/reward/overlong": Entry("Mean penalty for responses near the length limit (`reward.overlong`).", "reward"),
     "rollout/reward/NAME": Entry("Mean of the reward's further score NAME, which is not trained on.", "reward"),
     "rollout/log_probs": Entry(
         "Mean log-prob of the sampled tokens, by the engine that sampled them.", "nats per token"
@@ -56,7 +57,7 @@ CATALOGUE: dict[str, Entry] = {
         "count; 1 on policy, towards 0 as a few tokens outweigh all others.",
         "fraction",
     ),
-    "train/teacher_kl": Entry("Estimated KL(student || teacher) at trainable tokens.", "nats per token"),
+    "train/teacher_kl": Entry("Mean estimate of the KL divergence of the student from its teacher.", "nats per token"),
     "train/log_prob_diff": Entry(
         "Mean absolute difference between the engine's and the trainer's log-probs; it should be numerics only.",
         "nats per token",
