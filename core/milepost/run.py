@@ -20,6 +20,7 @@ import yaml
 from milepost import registry
 from milepost.assembly import Parts, assemble
 from milepost.checkpoint import CheckpointStore, read_state, save_tensors, verify, write_state
+from milepost.cluster.logs import controller_log
 from milepost.cluster.phases import Phase, Phases
 from milepost.config.plan import Plan
 from milepost.errors import CheckpointError, RunError
@@ -106,6 +107,7 @@ class Run:
         interrupt = Interrupt()
         with (
             _sole_owner(plan.run_dir),
+            controller_log(plan.run_dir),
             interrupt.handling_signals(),
             Tracker(plan.run_dir, config=plan.config, progress=progress) as tracker,
         ):
@@ -196,7 +198,7 @@ class Run:
 
     def push(self, version: int) -> PushReport:
         """Carry the actor's weights to the engines as this version."""
-        return self.parts.sender.push(version, self.trainer.source("actor"))
+        return self.parts.push(version)
 
     # What is watched
 

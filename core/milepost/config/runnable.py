@@ -10,6 +10,7 @@ from milepost.errors import ConfigError, Problem
 
 _EXTRAS: tuple[tuple[str, Callable[[Plan], bool], tuple[str, ...], str], ...] = (
     ("model", lambda plan: True, ("torch", "transformers", "safetensors"), "pip install 'milepost[torch]'"),
+    ("cluster.launcher", lambda plan: plan.config.cluster.launcher == "ray", ("ray",), "pip install 'milepost[ray]'"),
     ("track.wandb", lambda plan: plan.config.track.wandb is not None, ("wandb",), "pip install 'milepost[wandb]'"),
     ("track.tensorboard", lambda plan: plan.config.track.tensorboard, ("tensorboard",), "pip install tensorboard"),
 )
@@ -20,7 +21,6 @@ def unsupported(plan: Plan) -> Iterator[Problem]:
     """Yield what can be planned and not yet be run."""
     config = plan.config
     asked = (
-        ("cluster.launcher", config.cluster.launcher, "inline"),
         ("cluster.colocate", config.cluster.colocate, True),
         ("trainer.backend", config.trainer.backend, "torch"),
         ("engine.backend", config.engine.backend, "local"),

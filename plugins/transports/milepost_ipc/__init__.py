@@ -1,6 +1,7 @@
 """The transport `ipc`: weights stay on the device where trainer and engines share it.
 
-Engines of the trainer's own process (`local:NAME`) are given the trainer's tensors by reference and copy them.
+Engines of the trainer's own process (`local:NAME`) are given the trainer's tensors by reference and copy them; engines
+of another process of the node (`unix://NODE/PATH`) copy them out of memory that both map (on a GPU by CUDA IPC).
 """
 
 from __future__ import annotations
@@ -34,5 +35,5 @@ def build(options: Options) -> Transport:
 def milepost_transports() -> Iterable[TransportComponent]:
     """Provide the transport."""
     traits = TransportTraits(colocated="required", tensors="full")
-    summary = "Hands weights over in device memory, within a process; trainer and engines share the devices."
+    summary = "Hands weights over in memory that trainer and engines share, within a process or a node."
     return [milepost.Component("ipc", Options, traits, build, summary)]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
+import torch
 from milepost.errors import TransportError
 from milepost.weights.local import PREFIX, LocalReceiver, find_target
+from milepost.weights.sockets import SCHEME, SocketReceiver, parse_endpoint
 from milepost.weights.transport import (
     Address,
     EngineInfo,
     Manifest,
     PushReport,
+    RankInfo,
+    Receiver,
     WeightSource,
     World,
     digest,
@@ -21,38 +26,40 @@ from torch import Tensor
 
 
 class IpcTransport:
-    """Implements `milepost.components.Transport` for engines on the trainer's own devices."""
+    """Implements `milepost.components.Transport` for engines on the trainer's own devices.
+
+    Engines of the trainer's process are at `local:NAME`, those of another process of the node at `unix://NODE/PATH`.
+    """
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
 
     def open(self, world: World, engines: Sequence[EngineInfo]) -> Address:
-        """Check that the engines can be reached and return where they are.
+        """Check that the engines can be reached, and choose for each the rank that hands over.
 
-        Raises TransportError for an engine outside this process, which this release of `ipc` cannot reach, and for two
-        engines with one index.
+        Raises TransportError for an engine that shares no device with a rank, or that is in another place than `ipc`
+        reaches, and for two engines with one index.
         """
-        for engine in engines:
-            if not engine.endpoint.startswith(PREFIX):
-                raise TransportError(
-                    f"transport ipc reaches engines of its own process ({PREFIX}NAME), engine {engine.index} is at "
-                    f"{engine.endpoint!r}; use engine.backend: local"
-                )
         if len({engine.index for engine in engines}) != len(engines):
             raise TransportError(f"engines share an index: {[engine.index for engine in engines]}")
-        return Address("ipc", tuple(engines), world, details={"bucket_bytes": self._bucket_bytes})
+        senders = {str(engine.index): _choose_rank(world, engine) for engine in engines}
+        return Address("ipc", tuple(engines), world, details={"bucket_bytes": self._bucket_bytes, "senders": senders})
 
     def sender(self, address: Address, rank: int) -> IpcSender:
         """Return the trainer-rank side."""
         return IpcSender(address, rank)
 
-    def receiver(self, address: Address, engine: int) -> LocalReceiver:
-        """Return the engine side. Raises TransportError if the engine is not in this process."""
-        return LocalReceiver(find_target(_engine(address, engine).endpoint))
+    def receiver(self, address: Address, engine: int) -> LocalReceiver | None:
+        """Return the engine side: None for an engine of another process, which listens at its endpoint by itself.
+
+        Raises TransportError if the engine should be in this process and is not.
+        """
+        endpoint = _engine(address, engine).endpoint
+        return LocalReceiver(find_target(endpoint)) if endpoint.startswith(PREFIX) else None
 
 
 class IpcSender:
-    """Implements `milepost.weights.transport.Sender`: rank 0 hands over, the others take part in gathering."""
+    """Implements `milepost.weights.transport.Sender`: one rank hands over, the others take part in gathering."""
 
     def __init__(self, address: Address, rank: int) -> None:
         self._address = address
@@ -61,26 +68,29 @@ class IpcSender:
     def push(self, version: int, source: WeightSource, engines: Collection[int] | None = None) -> PushReport:
         """Prepare, hand over and commit on each engine; see `milepost.weights.transport.Sender`.
 
-        `num_bytes` counts what this rank handed over, once for every engine. When verifying, the source is read twice:
-        for the digests in the manifest, then for the tensors.
+        The report is of the engines that this rank hands over to; `num_bytes` counts the weights once for each. When
+        verifying, the source is read twice: for the digests in the manifest, then for the tensors.
         """
         started = time.perf_counter()
         infos = self._address.engines
         if engines is not None:
             infos = tuple(_engine(self._address, index) for index in sorted(set(engines)))
+        senders = self._address.details["senders"]
+        infos = tuple(info for info in infos if senders[str(info.index)] == self._rank)
         specs = tuple(source.specs())
         if self._address.verify:
-            digests = {name: digest(tensor) if self._rank == 0 else None for name, tensor in source.tensors()}
+            digests = {name: digest(tensor) if infos else None for name, tensor in source.tensors()}
             specs = tuple(replace(spec, digest=digests.get(spec.name)) for spec in specs)
         manifest = Manifest(version, specs)
-        receivers = [LocalReceiver(find_target(info.endpoint)) for info in infos] if self._rank == 0 else []
-        for receiver in receivers:
-            receiver.prepare(manifest)
-        for bucket in self._buckets(source):
+        with ExitStack() as closing:
+            receivers = [_connect(info, closing) for info in infos]
             for receiver in receivers:
-                receiver.receive(bucket)
-        for receiver in receivers:
-            receiver.commit(version)
+                receiver.prepare(manifest)
+            for bucket in self._buckets(source):
+                for receiver in receivers:
+                    receiver.receive(bucket)
+            for receiver in receivers:
+                receiver.commit(version)
         num_bytes = manifest.num_bytes * len(receivers)
         return PushReport(version, num_bytes, time.perf_counter() - started, tuple(info.index for info in infos))
 
@@ -98,6 +108,38 @@ class IpcSender:
             size += num_bytes
         if bucket:
             yield bucket
+
+
+def _choose_rank(world: World, engine: EngineInfo) -> int:
+    """Return the rank that hands weights to the engine: one on its device, another for each where there are more."""
+    candidates: list[RankInfo] = list(world.ranks)
+    if engine.endpoint.startswith(SCHEME):
+        node, _ = parse_endpoint(engine.endpoint)
+        candidates = [rank for rank in world.ranks if rank.node == node and rank.device in engine.devices]
+        if not candidates:
+            raise TransportError(
+                f"engine {engine.index} on {node} ({', '.join(engine.devices)}) shares no device with a trainer rank; "
+                "transport ipc needs that: use another transport, or place them together (cluster.colocate: true)"
+            )
+    elif not engine.endpoint.startswith(PREFIX):
+        raise TransportError(
+            f"transport ipc reaches engines of its own process ({PREFIX}NAME) or node ({SCHEME}NODE/PATH), engine "
+            f"{engine.index} is at {engine.endpoint!r}; use engine.backend: local"
+        )
+    elif len(candidates) > 1:
+        candidates = candidates[:1]
+    return candidates[engine.index % len(candidates)].rank
+
+
+def _connect(info: EngineInfo, closing: ExitStack) -> Receiver:
+    """Return the way to one engine, to be closed with `closing`."""
+    if info.endpoint.startswith(PREFIX):
+        return LocalReceiver(find_target(info.endpoint))
+    _, path = parse_endpoint(info.endpoint)
+    device = torch.device("cpu" if info.devices == ("cpu",) else "cuda")
+    receiver = SocketReceiver(path, device)
+    closing.callback(receiver.close)
+    return receiver
 
 
 def _engine(address: Address, index: int) -> EngineInfo:

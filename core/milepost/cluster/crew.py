@@ -1,0 +1,224 @@
+"""The processes of a run on Ray, and waiting for them: a dead or stuck one ends the wait with a full account.
+
+Every process has one call that never returns (`stay`). Whoever waits for anything waits for that too, so a death is
+noticed at once, whichever process it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from milepost.cluster.failures import Failure, Outcome, WorkerError, WorkerLostError
+from milepost.cluster.host import Host, Identity, Report
+from milepost.cluster.logs import log_folder, shown_tail
+from milepost.cluster.messages import Setup
+from milepost.errors import MilepostError
+
+REPORT_SECONDS = 5.0
+"""How long processes may take to say what they are doing."""
+GRACE_SECONDS = 3.0
+"""How long after one process failed another's death is still taken for the cause: a dead rank makes others fail."""
+GROUPS = {"stay": 1, "report": 1}
+"""Threads beside the one that computes."""
+
+Call = tuple["Member", Any]
+"""A process and the reference of a call to it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """One process of the run."""
+
+    name: str
+    handle: Any
+    """The Ray actor."""
+    death: Any
+    """Reference that is ready when the process died."""
+    log: Path
+
+    def call(self, method: str, *args: Any) -> Call:
+        """Begin a call."""
+        return self, getattr(self.handle, method).remote(*args)
+
+
+class Crew:
+    """All processes of the run.
+
+    Args:
+        run_dir: where their logs are.
+        stall_timeout: seconds that a call may take.
+    """
+
+    def __init__(self, run_dir: Path, stall_timeout: float) -> None:
+        self._run_dir = run_dir
+        self._stall_timeout = stall_timeout
+        self._members: list[Member] = []
+        self._identities: dict[str, Identity] = {}
+        self._deaths: dict[asyncio.Future[Any], Member] = {}
+
+    def add(self, host: type[Host], name: str, threads: int, options: Mapping[str, Any]) -> Member:
+        """Start a process that hosts `host`, where the Ray `options` say."""
+        setup = Setup(name, self._run_dir, threads)
+        actor = ray.remote(concurrency_groups=GROUPS)(host).options(max_restarts=0, **options)
+        handle = actor.remote(setup)
+        death = handle.stay.options(concurrency_group="stay").remote()
+        member = Member(name, handle, death, log_folder(self._run_dir) / f"{name}.log")
+        self._members.append(member)
+        return member
+
+    def identify(self) -> None:
+        """Wait until all processes are up, and learn which they are."""
+        identities = self._gather([m.call("identity") for m in self._members], "start")
+        self._identities = {m.name: found for m, found in zip(self._members, identities, strict=True)}
+
+    def node(self, member: Member) -> str:
+        """Return the name of the node that a process is on."""
+        return self._identities[member.name].node
+
+    def gather(self, calls: Sequence[Call], phase: str) -> list[Any]:
+        """Return what the calls return, in order; `phase` names what they do.
+
+        Raises WorkerLostError if any process of the run died or a call is not done in time, the error of a call that
+        failed with one of milepost's own, and WorkerError for any other.
+        """
+        outcomes = self._gather(calls, phase)
+        return [self._value(member, outcome) for (member, _), outcome in zip(calls, outcomes, strict=True)]
+
+    def _gather(self, calls: Sequence[Call], phase: str) -> list[Any]:
+        begun = time.monotonic()
+        pending = {ref: member for member, ref in calls}
+        deaths = {member.death: member for member in self._members}
+        found: dict[Any, Any] = {}
+        while pending:
+            left = self._stall_timeout - (time.monotonic() - begun)
+            if left <= 0:
+                raise self._stalled(list(pending.values()), phase)
+            # In short turns, so that signals are handled.
+            ready, _ = ray.wait([*pending, *deaths], num_returns=1, timeout=min(left, 1.0))
+            for ref in ready:
+                if ref in deaths:
+                    raise self._died(deaths[ref], phase)
+                member = pending.pop(ref)
+                found[ref] = self._result(member, ref, phase)
+        return [found[ref] for _, ref in calls]
+
+    async def gather_async(self, calls: Sequence[Call], phase: str) -> list[Any]:
+        """Return what the calls return, as `gather` does, without blocking the event loop."""
+        begun = time.monotonic()
+        futures = {_future(ref): (member, ref) for member, ref in calls}
+        deaths = self._watched_deaths()
+        pending = set(futures)
+        while pending:
+            left = self._stall_timeout - (time.monotonic() - begun)
+            if left <= 0:
+                raise self._stalled([futures[future][0] for future in pending], phase)
+            waited = {*pending, *deaths}
+            done, _ = await asyncio.wait(waited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            pending -= done
+            for future in done & deaths.keys():
+                raise self._died(deaths[future], phase)
+        outcomes = [self._result(member, ref, phase) for member, ref in calls]
+        return [self._value(member, outcome) for (member, _), outcome in zip(calls, outcomes, strict=True)]
+
+    def _watched_deaths(self) -> dict[asyncio.Future[Any], Member]:
+        if not self._deaths:
+            self._deaths = {_future(member.death): member for member in self._members}
+        return self._deaths
+
+    def _result(self, member: Member, ref: Any, phase: str) -> Any:
+        """Return what a finished call returned, its failure included."""
+        try:
+            result = ray.get(ref)
+        except RayActorError:
+            raise self._died(member, phase) from None
+        if isinstance(result, Outcome) and result.failure is not None and not result.failure.is_ours:
+            dead, _ = ray.wait([m.death for m in self._members], num_returns=1, timeout=GRACE_SECONDS)
+            if dead:
+                raise self._died(next(m for m in self._members if m.death in dead), phase)
+        return result
+
+    def _value(self, member: Member, outcome: Outcome) -> Any:
+        if outcome.failure is None:
+            return outcome.value
+        raise self.error(member, outcome.failure)
+
+    def error(self, member: Member, failure: Failure) -> MilepostError:
+        """Return the error that says what failed in a process, with the end of its log where it was not foreseen."""
+        error = failure.error(member.name)
+        return WorkerError(f"{error}\n{shown_tail(member.log)}") if isinstance(error, WorkerError) else error
+
+    def _died(self, member: Member, phase: str) -> MilepostError:
+        lines = [f"{member.name} died in phase {phase!r}{self._cause(member)}", *self._account(dead=member)]
+        return WorkerLostError("\n".join([*lines, shown_tail(member.log)]))
+
+    def stalled(self, member: Member, phase: str) -> MilepostError:
+        """Return the error that says that a process got nowhere in `phase` within the time limit."""
+        return self._stalled([member], phase)
+
+    def _stalled(self, members: Sequence[Member], phase: str) -> MilepostError:
+        names = " and ".join(member.name for member in members)
+        head = f"{names} did not leave phase {phase!r} within cluster.stall_timeout ({self._stall_timeout:g} s)"
+        account = self._account()
+        return WorkerLostError("\n".join([head, *account, *(shown_tail(member.log) for member in members)]))
+
+    def _cause(self, member: Member) -> str:
+        try:
+            ray.get(member.death)
+        except RayActorError as error:
+            detail = str(error).partition("Worker exit detail: ")[2].splitlines()
+            return f": {detail[0].partition('. Some common causes')[0]}" if detail else ""
+        return ""
+
+    def _account(self, dead: Member | None = None) -> list[str]:
+        """Say of every process what it is doing, and where in the code."""
+        asked = {m.handle.report.options(concurrency_group="report").remote(): m for m in self._members if m != dead}
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=REPORT_SECONDS) if asked else ([], [])
+        reports: dict[str, Report | None] = {}
+        for ref in ready:
+            try:
+                reports[asked[ref].name] = ray.get(ref)
+            except RayActorError:
+                reports[asked[ref].name] = None
+        lines = []
+        for member in self._members:
+            if member == dead or (member.name in reports and reports[member.name] is None):
+                lines.append(f"{member.name}: dead")
+            elif (report := reports.get(member.name)) is None:
+                lines.append(f"{member.name}: does not answer{self._dump(member)}")
+            else:
+                lines.append(f"{member.name}: {report.phase} for {report.seconds:.1f} s")
+                lines += [f"  {line}" for line in report.stack.splitlines()]
+        return lines
+
+    def _dump(self, member: Member) -> str:
+        """Let a process that does not answer write its stacks to its log, by a signal that needs no interpreter."""
+        identity = self._identities.get(member.name)
+        if identity is None or identity.node != platform.node():
+            return ""
+        os.kill(identity.pid, signal.SIGUSR1)
+        time.sleep(0.5)  # the handler has no way to say that it is done
+        return f"; its stacks are in {member.log}"
+
+    def close(self) -> None:
+        """End all processes, whatever they are doing."""
+        for member in self._members:
+            ray.kill(member.handle, no_restart=True)
+        self._members.clear()
+
+
+def _future(ref: Any) -> asyncio.Future[Any]:
+    """Return a future of a call, whose failure is looked at elsewhere."""
+    future: asyncio.Future[Any] = asyncio.wrap_future(ref.future())
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future

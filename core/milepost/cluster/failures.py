@@ -1,0 +1,66 @@
+"""What goes wrong in another process, and how it comes back to the controller.
+
+Exceptions do not travel between processes: what can be rebuilt exactly (milepost's own errors) is, everything else
+becomes a `WorkerError` that shows the traceback.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from milepost import errors
+from milepost.errors import ConfigError, MilepostError, Problem
+
+
+class WorkerError(MilepostError):
+    """A process of the run raised something that it should not have."""
+
+    exit_code = 1
+
+
+class WorkerLostError(MilepostError):
+    """A process of the run died, or did not leave its phase in time; a restart may help."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception as plain data."""
+
+    kind: str
+    message: str
+    traceback: str
+    problems: tuple[Problem, ...] = ()
+    """Of a ConfigError."""
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """Take an exception apart, while it is handled."""
+        problems = error.problems if isinstance(error, ConfigError) else ()
+        return cls(type(error).__name__, str(error), traceback.format_exc().rstrip(), problems)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether milepost raised it on purpose."""
+        kind = getattr(errors, self.kind, None)
+        return isinstance(kind, type) and issubclass(kind, MilepostError)
+
+    def error(self, where: str) -> MilepostError:
+        """Return an exception that says the same; `where` names process and phase."""
+        if self.kind == "ConfigError":
+            return ConfigError(self.problems)
+        if self.is_ours:
+            error: MilepostError = getattr(errors, self.kind)(self.message)
+            return error
+        return WorkerError(f"{where} failed with {self.kind}: {self.message}\n{self.traceback}")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call in another process gave."""
+
+    value: Any = None
+    failure: Failure | None = None
