@@ -171,6 +171,8 @@ def test_rollout_metrics_by_hand() -> None:
     rollout = Rollout(samples, num_generated=3, dropped={"all 2 rewards are 0": 1})
     assert rollout_metrics(rollout) == {
         "raw_reward": 0.25,
+        "reward_min": 0.0,
+        "reward_max": 1.0,
         "log_probs": -16 / 12,
         "response_len": 3.0,
         "response_len_max": 4.0,

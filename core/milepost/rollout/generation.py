@@ -202,6 +202,8 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         groups.setdefault(sample.group, []).append(sample)
     metrics = {
         "raw_reward": sum(sample.score for sample in samples) / count,
+        "reward_min": min(sample.score for sample in samples),
+        "reward_max": max(sample.score for sample in samples),
         "log_probs": log_probs / max(1, sum(num_trainable)),
         "response_len": sum(num_trainable) / count,
         "response_len_max": float(max(num_trainable)),

@@ -18,6 +18,8 @@ class Entry:
 
 CATALOGUE: dict[str, Entry] = {
     "rollout/raw_reward": Entry("Mean reward of the rollout's samples, as scored, before any normalisation.", "reward"),
+    "rollout/reward_min": Entry("Lowest reward of a sample, as scored.", "reward"),
+    "rollout/reward_max": Entry("Highest reward of a sample, as scored.", "reward"),
     "rollout/reward/overlong": Entry("Mean penalty for responses near the length limit (`reward.overlong`).", "reward"),
     "rollout/reward/NAME": Entry("Mean of the reward's further score NAME, which is not trained on.", "reward"),
     "rollout/log_probs": Entry(

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from milepost.config.schema import RunConfig
 from milepost.samples import Sample
+from milepost.tracking.alarms import AlarmSink
 from milepost.tracking.records import RESERVED, STEP_KINDS, LineFile, Record, read_records
 from milepost.tracking.sinks import Sink, StdoutSink, say
 from milepost.tracking.tensorboard_sink import TensorBoardSink
@@ -19,6 +20,8 @@ from milepost.tracking.wandb_sink import WandbSink
 
 class Tracker:
     """Prints metrics and keeps them in RUN_DIR/metrics.jsonl, samples in samples.jsonl, and feeds other sinks.
+
+    Alarms that the metrics raise are printed and kept in alarms.jsonl.
 
     Whether a run starts or resumes, call `truncate` before the first `log`, so that what a killed process logged
     beyond its checkpoint is not there twice.
@@ -42,6 +45,9 @@ class Tracker:
         self._rollout: int | None = None
         self._stdout = stdout
         self._sinks: list[Sink] = [StdoutSink()] if stdout else []
+        # Only the trainer's own old log-probs must give a ratio of 1; the engine's differ by numerics.
+        check_ratio = config.trainer.old_log_probs != "engine"
+        self._sinks.append(AlarmSink(self.run_dir, check_ratio=check_ratio, say=self.say))
         if config.track.tensorboard:
             self._sinks.append(TensorBoardSink(self.run_dir))
         if config.track.wandb is not None:
