@@ -1,6 +1,8 @@
 # milepost: `make help` lists the commands. Everything is installed into $(VENV), nothing outside this folder.
 
 VENV ?= .venv
+# TRL has an environment of its own: it is measured, not used.
+TRL_VENV ?= $(VENV)/trl
 SEED ?= 0
 RUN_DIR ?= runs/quickstart-seed$(SEED)
 # More flags for `milepost train`, for example ARGS="--set optimizer.lr=0".
@@ -18,10 +20,10 @@ SETUP := pyproject.toml constraints.txt scripts/setup.py
 CHECKED := core plugins tests examples scripts docs benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test check format docs clean
+.PHONY: help quickstart test check format bench-trl docs clean
 
 help:  ## list the commands
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 quickstart: $(VENV)/.quickstart  ## set up, then train a tiny Qwen3 on sums with GRPO (SEED=0, ARGS="--set ...")
 	$(BIN)/python examples/quickstart/make.py --seed $(SEED)
@@ -39,12 +41,20 @@ format: $(VENV)/.dev  ## format the code and sort its imports
 	$(BIN)/ruff check --fix-only --quiet $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 
+bench-trl: $(VENV)/.quickstart $(TRL_VENV)/.ready  ## milepost beside TRL on the CPU, in turn: samples per second and their ratio
+	$(BIN)/python benchmarks/beside_trl/run.py --trl-python $(TRL_VENV)/bin/python $(ARGS)
+
 docs: $(VENV)/.dev  ## write docs/configuration.md anew from the run config's schema
 	$(BIN)/python docs/generate.py
 
 clean:  ## remove the environment, caches, builds and what the quickstart made; run folders stay
 	rm -rf $(VENV) quickstart quickstart.partial build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(TRL_VENV)/.ready: $(VENV)/.quickstart benchmarks/beside_trl/requirements.txt
+	$(BIN)/python -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet --extra-index-url $(TORCH_INDEX) -r benchmarks/beside_trl/requirements.txt
+	@touch $@
 
 $(VENV)/.quickstart: $(SETUP)
 	@test -n "$(PYTHON)" || { echo "milepost needs Python 3.11 or newer, and none was found; make PYTHON=/path/to/python3"; exit 1; }
