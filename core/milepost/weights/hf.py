@@ -27,7 +27,10 @@ def load_causal_lm(
     head.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    # A bar for every model of every rank would be most of what a run prints.
+    logging.disable_progress_bar()
     if attention == PACKED_ATTENTION:
         # transformers knows the implementation once this has been imported.
         importlib.import_module("milepost.training.attention")
