@@ -15,7 +15,7 @@ from milepost.errors import RunError
 from milepost.rollout.evaluation import evaluate_held_out
 from milepost.rollout.generation import Rollout, rollout_metrics
 from milepost.run import Run, RunSummary
-from milepost.training.trainer import Part
+from milepost.training.trainer import Part, Role
 from milepost.training.turn import Turn, advantage_metrics, critic_metrics, train_actor, train_critic
 
 WEIGHTS: tuple[Part, ...] = ("weights",)
@@ -74,7 +74,7 @@ def learn(run: Run, index: int, rollout: Rollout) -> None:
         with run.phases(Phase.CRITIC):
             trainer.onload("critic", EVERYTHING)
             results = train_critic(trainer, turn, run.estimator)
-            trainer.offload("critic", EVERYTHING)
+            make_room(run, "critic", EVERYTHING)
         run.log_steps("critic", index, results, critic_metrics(turn.batch))
         run.watch_steps(turn, index, results)
     if index >= plan.critic_warmup:
@@ -86,12 +86,18 @@ def learn(run: Run, index: int, rollout: Rollout) -> None:
     run.finished_training(index)
 
 
+def make_room(run: Run, role: Role, parts: tuple[Part, ...]) -> None:
+    """Move parts of a role to host memory, unless `trainer.offload: false` keeps everything on the device."""
+    if run.plan.config.trainer.offload:
+        run.trainer.offload(role, parts)
+
+
 async def hand_over(run: Run, index: int) -> None:
     """Give the engines the weights as they are after rollout `index` (-1: before the first), and evaluate if due."""
     trainer, engine, phases = run.trainer, run.engine, run.phases
     with phases(Phase.OFFLOAD):
         for role in run.roles:
-            trainer.offload(role, TRAINING_STATE if role == "actor" else EVERYTHING)
+            make_room(run, role, TRAINING_STATE if role == "actor" else EVERYTHING)
     with phases(Phase.WAKE):
         await engine.wake(("weights",))
     with phases(Phase.PUSH):
@@ -100,7 +106,7 @@ async def hand_over(run: Run, index: int) -> None:
         if engine.version != index + 1:
             raise RunError(f"the engine serves version {engine.version} after a push of version {index + 1}")
     with phases(Phase.SERVE):
-        trainer.offload("actor", WEIGHTS)
+        make_room(run, "actor", WEIGHTS)
         await engine.wake(("kv_cache", "graphs"))
     run.log_push(index, report)
     if run.evaluation_is_due(index):
