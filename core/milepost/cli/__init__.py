@@ -26,6 +26,7 @@ INTERRUPTED = 130
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "train": ("milepost.cli.train:train", "Train a policy as a run config says."),
     "export": ("milepost.cli.export:export", "Write a run's policy as a Hugging Face folder."),
+    "logs": ("milepost.cli.logs:logs", "Show the logs of a run's processes."),
     "plan": ("milepost.cli.plan:plan", "Show the resolved run, and start nothing."),
     "config": ("milepost.cli.config:config", "Show a composed run config, or the schema of all."),
     "plugins": ("milepost.cli.plugins:plugins", "See which plugins are installed and what they provide."),

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import click
 
 from milepost.cli import INTERRUPTED
 from milepost.cli.options import config_arguments, load, run_dir_option
+
+if TYPE_CHECKING:
+    from milepost.config.plan import Plan
+    from milepost.run import RunSummary
 
 
 @click.command()
@@ -16,6 +23,13 @@ from milepost.cli.options import config_arguments, load, run_dir_option
     type=click.Choice(["auto", "must", "never"]),
     help="Go on from the run folder's last checkpoint: if there is one, or it is an error, or never.",
 )
+@click.option(
+    "--max-restarts",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Resume by itself so many times when a process of the run dies or gets stuck.",
+)
 @click.option("--quiet", "--no-progress", "quiet", is_flag=True, help="No progress bars.")
 @click.pass_context
 def train(
@@ -25,6 +39,7 @@ def train(
     block: tuple[str, ...],
     run_dir: str | None,
     resume: str | None,
+    max_restarts: int,
     quiet: bool,
 ) -> None:
     """Train a policy as a run config says.
@@ -39,12 +54,25 @@ def train(
     check_runnable(plan)
     for warning in plan.warnings:
         click.echo(f"warning: {warning}", err=True)
-    # Everything above is quick and imports no torch; from here on the run begins.
-    from milepost import loop
-
-    summary = loop.train(plan, progress=not quiet)
+    summary = _train(plan, max_restarts, progress=not quiet)
     click.echo(str(summary))
     if summary.interrupted:
         again = " with --resume auto" if plan.config.checkpoint.resume == "never" else ""
         click.echo(f"to go on, run the same command again{again}", err=True)
         ctx.exit(INTERRUPTED)
+
+
+def _train(plan: Plan, max_restarts: int, *, progress: bool) -> RunSummary:
+    """Train, and resume from the last checkpoint after a process was lost, so many times at most."""
+    # Everything before this is quick and imports no torch; from here on the run begins.
+    from milepost import loop
+    from milepost.cluster.failures import WorkerLostError
+
+    for restart in range(1, max_restarts + 1):
+        try:
+            return loop.train(plan, progress=progress)
+        except WorkerLostError as error:
+            click.echo(f"error: {error}\nrestart {restart} of {max_restarts}", err=True)
+            checkpoint = plan.config.checkpoint.model_copy(update={"resume": "auto"})
+            plan = replace(plan, config=plan.config.model_copy(update={"checkpoint": checkpoint}))
+    return loop.train(plan, progress=progress)

@@ -25,10 +25,16 @@ from milepost.cluster.logs import log_folder, shown_tail
 from milepost.cluster.messages import Setup
 from milepost.errors import MilepostError
 
+START_SECONDS = 600.0
+"""How long processes may take to come up, where that is more than the stall timeout."""
 REPORT_SECONDS = 5.0
 """How long processes may take to say what they are doing."""
 GRACE_SECONDS = 3.0
 """How long after one process failed another's death is still taken for the cause: a dead rank makes others fail."""
+DUMP_SECONDS = 0.5
+"""How long a process takes to write its stacks; the signal handler has no way to say that it is done."""
+HOST_RUN = "_host.py"
+"""File name in the stack of a thread that computes: those that wait or report stand in `host.py`."""
 GROUPS = {"stay": 1, "report": 1}
 """Threads beside the one that computes."""
 
@@ -79,29 +85,28 @@ class Crew:
 
     def identify(self) -> None:
         """Wait until all processes are up, and learn which they are."""
-        identities = self._gather([m.call("identity") for m in self._members], "start")
+        calls = [member.call("identity") for member in self._members]
+        identities = self.gather(calls, "start", timeout=max(START_SECONDS, self._stall_timeout))
         self._identities = {m.name: found for m, found in zip(self._members, identities, strict=True)}
 
     def node(self, member: Member) -> str:
         """Return the name of the node that a process is on."""
         return self._identities[member.name].node
 
-    def gather(self, calls: Sequence[Call], phase: str) -> list[Any]:
+    def gather(self, calls: Sequence[Call], phase: str, timeout: float | None = None) -> list[Any]:
         """Return what the calls return, in order; `phase` names what they do.
 
-        Raises WorkerLostError if any process of the run died or a call is not done in time, the error of a call that
-        failed with one of milepost's own, and WorkerError for any other.
+        Raises WorkerLostError if any process of the run died or a call is not done within the stall timeout (or
+        `timeout`), the error of a call that failed with one of milepost's own, and WorkerError for any other. The first
+        failure ends the wait: other ranks may be waiting for the one that failed.
         """
-        outcomes = self._gather(calls, phase)
-        return [self._value(member, outcome) for (member, _), outcome in zip(calls, outcomes, strict=True)]
-
-    def _gather(self, calls: Sequence[Call], phase: str) -> list[Any]:
+        limit = self._stall_timeout if timeout is None else timeout
         begun = time.monotonic()
         pending = {ref: member for member, ref in calls}
         deaths = {member.death: member for member in self._members}
         found: dict[Any, Any] = {}
         while pending:
-            left = self._stall_timeout - (time.monotonic() - begun)
+            left = limit - (time.monotonic() - begun)
             if left <= 0:
                 raise self._stalled(list(pending.values()), phase)
             # In short turns, so that signals are handled.
@@ -109,8 +114,7 @@ class Crew:
             for ref in ready:
                 if ref in deaths:
                     raise self._died(deaths[ref], phase)
-                member = pending.pop(ref)
-                found[ref] = self._result(member, ref, phase)
+                found[ref] = self._value(pending.pop(ref), ref, phase)
         return [found[ref] for _, ref in calls]
 
     async def gather_async(self, calls: Sequence[Call], phase: str) -> list[Any]:
@@ -119,6 +123,7 @@ class Crew:
         futures = {_future(ref): (member, ref) for member, ref in calls}
         deaths = self._watched_deaths()
         pending = set(futures)
+        found: dict[Any, Any] = {}
         while pending:
             left = self._stall_timeout - (time.monotonic() - begun)
             if left <= 0:
@@ -128,30 +133,30 @@ class Crew:
             pending -= done
             for future in done & deaths.keys():
                 raise self._died(deaths[future], phase)
-        outcomes = [self._result(member, ref, phase) for member, ref in calls]
-        return [self._value(member, outcome) for (member, _), outcome in zip(calls, outcomes, strict=True)]
+            for future in done:
+                member, ref = futures[future]
+                found[ref] = self._value(member, ref, phase)
+        return [found[ref] for _, ref in calls]
 
     def _watched_deaths(self) -> dict[asyncio.Future[Any], Member]:
         if not self._deaths:
             self._deaths = {_future(member.death): member for member in self._members}
         return self._deaths
 
-    def _result(self, member: Member, ref: Any, phase: str) -> Any:
-        """Return what a finished call returned, its failure included."""
+    def _value(self, member: Member, ref: Any, phase: str) -> Any:
+        """Return what a finished call returned, or raise what it failed with."""
         try:
-            result = ray.get(ref)
+            outcome: Outcome = ray.get(ref)
         except RayActorError:
             raise self._died(member, phase) from None
-        if isinstance(result, Outcome) and result.failure is not None and not result.failure.is_ours:
+        failure = outcome.failure
+        if failure is None:
+            return outcome.value
+        if not failure.is_ours:
             dead, _ = ray.wait([m.death for m in self._members], num_returns=1, timeout=GRACE_SECONDS)
             if dead:
                 raise self._died(next(m for m in self._members if m.death in dead), phase)
-        return result
-
-    def _value(self, member: Member, outcome: Outcome) -> Any:
-        if outcome.failure is None:
-            return outcome.value
-        raise self.error(member, outcome.failure)
+        raise self.error(member, failure)
 
     def error(self, member: Member, failure: Failure) -> MilepostError:
         """Return the error that says what failed in a process, with the end of its log where it was not foreseen."""
@@ -167,7 +172,7 @@ class Crew:
         return self._stalled([member], phase)
 
     def _stalled(self, members: Sequence[Member], phase: str) -> MilepostError:
-        names = " and ".join(member.name for member in members)
+        names = ", ".join(member.name for member in members)
         head = f"{names} did not leave phase {phase!r} within cluster.stall_timeout ({self._stall_timeout:g} s)"
         account = self._account()
         return WorkerLostError("\n".join([head, *account, *(shown_tail(member.log) for member in members)]))
@@ -195,20 +200,27 @@ class Crew:
             if member == dead or (member.name in reports and reports[member.name] is None):
                 lines.append(f"{member.name}: dead")
             elif (report := reports.get(member.name)) is None:
-                lines.append(f"{member.name}: does not answer{self._dump(member)}")
+                lines += [f"{member.name}: does not answer", *(f"  {line}" for line in self._dump(member))]
             else:
                 lines.append(f"{member.name}: {report.phase} for {report.seconds:.1f} s")
                 lines += [f"  {line}" for line in report.stack.splitlines()]
         return lines
 
-    def _dump(self, member: Member) -> str:
-        """Let a process that does not answer write its stacks to its log, by a signal that needs no interpreter."""
+    def _dump(self, member: Member) -> list[str]:
+        """Let a process that does not answer write its stacks to its log, by a signal that needs no interpreter.
+
+        Returns the stack of the thread that computes.
+        """
         identity = self._identities.get(member.name)
         if identity is None or identity.node != platform.node():
-            return ""
+            return []
+        before = member.log.stat().st_size
         os.kill(identity.pid, signal.SIGUSR1)
-        time.sleep(0.5)  # the handler has no way to say that it is done
-        return f"; its stacks are in {member.log}"
+        time.sleep(DUMP_SECONDS)
+        with member.log.open("rb") as log:
+            log.seek(before)
+            threads = log.read().decode(errors="replace").split("\n\n")
+        return [line for thread in threads if HOST_RUN in thread for line in thread.splitlines()]
 
     def close(self) -> None:
         """End all processes, whatever they are doing."""

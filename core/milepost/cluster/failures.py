@@ -1,12 +1,11 @@
 """What goes wrong in another process, and how it comes back to the controller.
 
 Exceptions do not travel between processes: what can be rebuilt exactly (milepost's own errors) is, everything else
-becomes a `WorkerError` that shows the traceback.
+becomes a `WorkerError`; its traceback stands in the log of its process.
 """
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +31,14 @@ class Failure:
 
     kind: str
     message: str
-    traceback: str
     problems: tuple[Problem, ...] = ()
     """Of a ConfigError."""
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Take an exception apart, while it is handled."""
+        """Take an exception apart."""
         problems = error.problems if isinstance(error, ConfigError) else ()
-        return cls(type(error).__name__, str(error), traceback.format_exc().rstrip(), problems)
+        return cls(type(error).__name__, str(error), problems)
 
     @property
     def is_ours(self) -> bool:
@@ -55,7 +53,7 @@ class Failure:
         if self.is_ours:
             error: MilepostError = getattr(errors, self.kind)(self.message)
             return error
-        return WorkerError(f"{where} failed with {self.kind}: {self.message}\n{self.traceback}")
+        return WorkerError(f"{where} failed with {self.kind}: {self.message}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from milepost.cluster.logs import log_folder, redirect_output
 from milepost.cluster.messages import Setup
 
 IDLE = "idle"
+_RAY = f"{os.sep}site-packages{os.sep}ray{os.sep}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,9 @@ class Host:
         self._since = time.monotonic()
         self._thread: int | None = None
 
-    def identity(self) -> Identity:
-        """Return process id and node."""
-        return Identity(os.getpid(), platform.node())
+    def identity(self) -> Outcome:
+        """Return this process's `Identity`."""
+        return Outcome(Identity(os.getpid(), platform.node()))
 
     def stay(self) -> None:
         """Never return: whoever waits for this learns at once that the process died."""
@@ -66,9 +67,12 @@ class Host:
 
     def report(self) -> Report:
         """Say what the process is doing."""
+        phase, since = self._phase, self._since
         frame = sys._current_frames().get(self._thread or 0)
-        stack = "".join(traceback.format_stack(frame)).rstrip() if frame and self._phase != IDLE else ""
-        return Report(self._phase, time.monotonic() - self._since, stack)
+        stack = traceback.extract_stack(frame) if frame and phase != IDLE else []
+        # Without the frames that every call has: Ray's, and this class's.
+        own = [entry for entry in stack if _RAY not in entry.filename and entry.filename != __file__]
+        return Report(phase, time.monotonic() - since, "".join(traceback.format_list(own)).rstrip())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -93,5 +97,5 @@ class Host:
 
     def failed(self, phase: str, error: Exception) -> Outcome:
         """Log an exception that is being handled, and return it as data."""
-        print(f"{phase} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        print(f"{phase} failed\n{traceback.format_exc().rstrip()}", file=sys.stderr, flush=True)
         return Outcome(failure=Failure.of(error))

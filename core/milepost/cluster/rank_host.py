@@ -85,7 +85,8 @@ class RankHost(Host):
             # All on one node: gloo would otherwise look for the interface of the host's name.
             loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
             os.environ["GLOO_SOCKET_IFNAME"] = loopback
-        timeout = timedelta(seconds=self._plan.config.cluster.stall_timeout)
+        # Longer than the controller waits: it is to find ranks where they stand, not after they gave up.
+        timeout = timedelta(seconds=2 * self._plan.config.cluster.stall_timeout + 60)
         store = self._store or TCPStore(host, port, is_master=False, timeout=timeout)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
