@@ -146,16 +146,21 @@ def test_eval_datasets_take_what_they_do_not_say_from_data(project: Path) -> Non
     assert {name: choice.name for name, choice in made.eval_rewards.items()} == {"a": "toy_free"}
 
 
-def test_ray_and_megatron_can_be_planned_and_not_be_run(project: Path) -> None:
+def test_megatron_and_sglang_can_be_planned_and_not_be_run(project: Path) -> None:
     made = plan(*MEGATRON, "trainer.tensor_parallel=2", "trainer.context_parallel=2", "engine.gpus_per_engine=2")
     assert (made.world_size, made.data_parallel, made.config.engine.num_engines) == (8, 2, 4)
     with pytest.raises(ConfigError) as caught:
         check_runnable(made)
     assert [problem.path for problem in caught.value.problems] == [
-        "cluster.launcher",
         "trainer.backend",
         "engine.backend",
     ]
+
+
+def test_ranks_on_cpus_are_counted_per_machine(project: Path) -> None:
+    made = plan("cluster.launcher=ray", "cluster.cpu_ranks=2", "cluster.nodes=3", "engine.num_engines=2")
+    assert (made.world_size, made.data_parallel, made.config.engine.num_engines) == (6, 6, 2)
+    check_runnable(made)
 
 
 def test_engines_of_their_own_leave_the_rest_to_the_trainer(project: Path) -> None:
@@ -210,6 +215,13 @@ def test_what_can_be_run_is_let_through(project: Path) -> None:
         ),
         (("cluster.gpus_per_node=4",), "cluster.gpus_per_node", "use cluster.launcher: ray"),
         (("cluster.nodes=2",), "cluster.nodes", "use cluster.launcher: ray"),
+        (("cluster.cpu_ranks=2",), "cluster.cpu_ranks", "got 1 x 2 CPU ranks; use cluster.launcher: ray"),
+        (("engine.num_engines=2",), "engine.num_engines", "launcher inline runs one"),
+        (
+            ("cluster.launcher=ray", "cluster.gpus_per_node=2", "cluster.cpu_ranks=2"),
+            "cluster.cpu_ranks",
+            "there is a rank on each of the 2 GPUs",
+        ),
         (("cluster.gpus_per_node=1", "run.device=cpu"), "run.device", "contradicts"),
         (("trainer.tensor_parallel=2",), "trainer.tensor_parallel", "the torch backend cannot do"),
         (("trainer.sequence_parallel=true",), "trainer.sequence_parallel", "tensor_parallel above 1"),

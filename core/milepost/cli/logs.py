@@ -19,9 +19,9 @@ POLL_SECONDS = 0.2
 @click.option("-n", "--lines", default=20, show_default=True, type=click.IntRange(min=0), help="Last lines to show.")
 @click.option("-f", "--follow", is_flag=True, help="Go on showing what is written, until Ctrl-C.")
 def logs(run_dir: Path, role: str | None, lines: int, follow: bool) -> None:
-    """Show the end of a run's logs.
+    """Show the logs of a run's processes.
 
-    There is one per process: controller, trainer-0, engine-0, reward-0 and so on. ROLE is a process (trainer-0) or all
+    The end of each, one per process: controller, trainer-0, engine-0, reward-0 and so on. ROLE is a process (trainer-0) or all
     of a kind (trainer); without it all are shown.
     """
     from milepost.cluster.logs import find_logs, log_folder, tail

@@ -235,6 +235,8 @@ def check_placement(loaded: Loaded, layout: ModelLayout | None, model: Choice | 
             f"launcher inline is one process on one device, got {cluster.nodes} x {devices}; use cluster.launcher: ray",
         )
         total = 1
+    if cluster.launcher == "inline" and (engine.num_engines or 1) > 1:
+        found.problem("engine.num_engines", f"{engine.num_engines}, but launcher inline runs one; use launcher: ray")
     if config.run.device == "cpu" and cluster.gpus_per_node > 0:
         found.problem("run.device", f"cpu contradicts cluster.gpus_per_node {cluster.gpus_per_node}; give one of them")
     transport = cast("TransportTraits", loaded.choices["transport"].component.traits)
