@@ -12,7 +12,7 @@ import asyncio
 from milepost.cluster.phases import Phase
 from milepost.config.plan import Plan
 from milepost.errors import RunError
-from milepost.rollout.evaluation import evaluate_held_out
+from milepost.rollout.evaluation import evaluate_held_out, evaluation_table
 from milepost.rollout.generation import Rollout, rollout_metrics
 from milepost.run import Run, RunSummary
 from milepost.training.trainer import Part, Role
@@ -116,6 +116,7 @@ async def hand_over(run: Run, index: int) -> None:
 
 async def evaluate(run: Run, index: int) -> None:
     """Generate and score the held-out sets with the weights the engines serve."""
+    results = {}
     for position, held_out in enumerate(run.held_out):
         held_out.scorer.begin(len(held_out.tasks) * held_out.samples_per_prompt)
         with run.tracker.bar(len(held_out.tasks), f"eval {held_out.name}", "prompt") as bar:
@@ -132,3 +133,6 @@ async def evaluate(run: Run, index: int) -> None:
         if scored is None:
             return
         run.log_evaluation(index, held_out.name, *scored)
+        results[held_out.name] = scored[0]
+    if len(results) > 1:
+        run.tracker.say(evaluation_table(results))

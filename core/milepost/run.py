@@ -25,6 +25,7 @@ from milepost.cluster.phases import Phase, Phases
 from milepost.config.plan import Plan
 from milepost.errors import CheckpointError, RunError
 from milepost.interrupt import Interrupt
+from milepost.provenance import write_provenance
 from milepost.rollout.generation import Rollout
 from milepost.samples import Sample
 from milepost.tracking import Tracker
@@ -114,6 +115,7 @@ class Run:
             (plan.run_dir / "config.yaml").write_text(
                 yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False), encoding="utf-8"
             )
+            write_provenance(plan)
             async with assemble(plan) as parts:
                 yield cls(plan, parts, tracker, interrupt)
 
@@ -265,8 +267,13 @@ class Run:
     def log_push(self, index: int, report: PushReport) -> None:
         """Log what the training half of an iteration and the push cost."""
         seconds = self.phases.take_seconds()
-        training = {Phase.CRITIC: "critic_train_time", Phase.ACTOR: "actor_train_time", Phase.SAVE: "save_time"}
-        metrics = {f"perf/{name}": seconds[phase] for phase, name in training.items() if phase in seconds}
+        named = {
+            Phase.CRITIC: "critic_train_time",
+            Phase.ACTOR: "actor_train_time",
+            Phase.SAVE: "save_time",
+            Phase.EVALUATE: "eval_time",
+        }
+        metrics = {f"perf/{name}": seconds[phase] for phase, name in named.items() if phase in seconds}
         # What the trainer waited for: the engines' turn, and their falling asleep.
         waits = seconds.get(Phase.GENERATE, 0.0) + seconds.get(Phase.SLEEP, 0.0)
         handing = sum(seconds.get(phase, 0.0) for phase in (Phase.OFFLOAD, Phase.WAKE, Phase.PUSH, Phase.SERVE))

@@ -25,6 +25,7 @@ INTERRUPTED = 130
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "train": ("milepost.cli.train:train", "Train a policy as a run config says."),
+    "report": ("milepost.cli.report:report", "Show runs as one HTML page: curves, timing, samples, config."),
     "export": ("milepost.cli.export:export", "Write a run's policy as a Hugging Face folder."),
     "logs": ("milepost.cli.logs:logs", "Show the logs of a run's processes."),
     "plan": ("milepost.cli.plan:plan", "Show the resolved run, and start nothing."),

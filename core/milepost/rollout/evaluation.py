@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from milepost.functional.passk import pass_at_k
@@ -73,3 +73,17 @@ def evaluation_metrics(groups: list[list[Sample]], samples_per_prompt: int) -> d
             passes = [pass_at_k(len(group), sum(sample.reward >= 1.0 for sample in group), k) for group in groups]
             metrics[f"pass@{k}"] = sum(passes) / len(passes)
     return metrics
+
+
+def evaluation_table(results: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the metrics of held-out sets as a table: one line per set, columns as `evaluation_metrics` has them.
+
+    A set lacks what is not measured on it, for example pass@k where there is one sample per prompt.
+    """
+    columns = list(dict.fromkeys(name for metrics in results.values() for name in metrics))
+    rows = [["set", *columns]]
+    for name, metrics in results.items():
+        rows.append([name, *(f"{metrics[column]:.3f}" if column in metrics else "-" for column in columns)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+    return "\n".join(lines)

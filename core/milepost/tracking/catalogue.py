@@ -93,6 +93,7 @@ CATALOGUE: dict[str, Entry] = {
     "perf/actor_train_time": Entry("The actor's forward passes and optimizer steps.", "seconds"),
     "perf/critic_train_time": Entry("The critic's forward passes and optimizer steps.", "seconds"),
     "perf/save_time": Entry("Writing the checkpoint.", "seconds"),
+    "perf/eval_time": Entry("Evaluating held-out sets, after the rollout before this one.", "seconds"),
     "perf/update_weights_time": Entry(
         "Handing over to the engines: offloading, waking, pushing the new weights.", "seconds"
     ),
