@@ -21,8 +21,8 @@ POLL_SECONDS = 0.2
 def logs(run_dir: Path, role: str | None, lines: int, follow: bool) -> None:
     """Show the logs of a run's processes.
 
-    The end of each, one per process: controller, trainer-0, engine-0, reward-0 and so on. ROLE is a process (trainer-0) or all
-    of a kind (trainer); without it all are shown.
+    The end of each, one per process: controller, trainer-0, engine-0, reward-0 and so on. ROLE is a process
+    (trainer-0) or all of a kind (trainer); without it all are shown.
     """
     from milepost.cluster.logs import find_logs, log_folder, tail
 
