@@ -77,9 +77,10 @@ def test_plan_as_text(project: Path) -> None:
 
 
 def test_plan_says_what_cannot_be_run(project: Path) -> None:
-    made = plan("engine.backend=sglang")
+    made = plan("engine.backend=sglang", "cluster.launcher=ray")
     assert plan_text(made).splitlines()[-1] == (
-        "cannot be run: engine.backend: 'sglang' can be planned, but not be run by this version; use 'local' (--set)"
+        "cannot be run: engine.backend: 'sglang' runs beside cluster.launcher: inline in this version; use that, or "
+        "'local' (--set)"
     )
     assert len(plan_data(made)["unsupported"]) == 1
     assert plan_data(plan())["unsupported"] == []

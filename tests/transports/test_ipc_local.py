@@ -164,7 +164,7 @@ def test_the_receiver_side_and_ranks_that_send_nothing() -> None:
 
 def test_engines_elsewhere_are_refused() -> None:
     transport = milepost.resolve("transport", "ipc", {"bucket_mb": 1})
-    with pytest.raises(TransportError, match=r"engine 0 is at 'http://localhost:1'; use engine\.backend: local"):
-        transport.open(WORLD, [EngineInfo(0, "http://localhost:1")])
+    with pytest.raises(TransportError, match=r"engine 0 is at 'tcp://localhost:1'"):
+        transport.open(WORLD, [EngineInfo(0, "tcp://localhost:1")])
     with pytest.raises(TransportError, match="share an index"):
         transport.open(WORLD, [EngineInfo(0, "local:a"), EngineInfo(0, "local:b")])

@@ -42,10 +42,17 @@ def launch(plan: Plan, tokenizer: Tokenizer) -> AbstractAsyncContextManager[Comp
 
 @asynccontextmanager
 async def inline_compute(plan: Plan, tokenizer: Tokenizer) -> AsyncIterator[Compute]:
-    """Compute in this process: one rank, one engine."""
+    """Compute in this process: one rank, one engine (or SGLang servers beside it)."""
     device, dtype = prepare_process(plan, plan.config.run.threads)
     trainer = build_trainer(plan, device, dtype)
     try:
+        if plan.config.engine.backend == "sglang":
+            # SGLang is an extra, and so is what talks to it.
+            from milepost.cluster.sglang import inline_sglang
+
+            async with inline_sglang(plan, tokenizer, trainer, device, dtype) as (pool, pool_sender):
+                yield Compute(trainer, pool, lambda version: pool_sender.push(version, trainer.source("actor")))
+            return
         engine = build_engine(plan, tokenizer, device, dtype)
         await engine.start()
         try:

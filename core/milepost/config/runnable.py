@@ -11,6 +11,12 @@ from milepost.errors import ConfigError, Problem
 _EXTRAS: tuple[tuple[str, Callable[[Plan], bool], tuple[str, ...], str], ...] = (
     ("model", lambda plan: True, ("torch", "transformers", "safetensors"), "pip install 'milepost[torch]'"),
     ("cluster.launcher", lambda plan: plan.config.cluster.launcher == "ray", ("ray",), "pip install 'milepost[ray]'"),
+    (
+        "engine.backend",
+        lambda plan: plan.config.engine.backend == "sglang",
+        ("sglang", "aiohttp"),
+        "pip install 'milepost[sglang]' beside a GPU, scripts/install_sglang_cpu.sh for a CPU",
+    ),
     ("track.wandb", lambda plan: plan.config.track.wandb is not None, ("wandb",), "pip install 'milepost[wandb]'"),
     ("track.tensorboard", lambda plan: plan.config.track.tensorboard, ("tensorboard",), "pip install tensorboard"),
 )
@@ -23,8 +29,10 @@ def unsupported(plan: Plan) -> Iterator[Problem]:
     asked = (
         ("cluster.colocate", config.cluster.colocate, True),
         ("trainer.backend", config.trainer.backend, "torch"),
-        ("engine.backend", config.engine.backend, "local"),
     )
+    if config.engine.backend == "sglang" and config.cluster.launcher != "inline":
+        message = "'sglang' runs beside cluster.launcher: inline in this version; use that, or 'local'"
+        yield Problem("engine.backend", message, plan.origins.get("engine.backend", ""))
     for path, value, works in asked:
         if value != works:
             shown, expected = (str(v).lower() if isinstance(v, bool) else repr(v) for v in (value, works))

@@ -10,6 +10,8 @@ from dataclasses import replace
 import torch
 from milepost.errors import TransportError
 from milepost.weights.local import PREFIX, LocalReceiver, find_target
+from milepost.weights.sglang import PREFIX as HTTP
+from milepost.weights.sglang import HttpReceiver
 from milepost.weights.sockets import SCHEME, SocketReceiver, parse_endpoint
 from milepost.weights.transport import (
     Address,
@@ -28,7 +30,8 @@ from torch import Tensor
 class IpcTransport:
     """Implements `milepost.components.Transport` for engines on the trainer's own devices.
 
-    Engines of the trainer's process are at `local:NAME`, those of another process of the node at `unix://NODE/PATH`.
+    Engines of the trainer's process are at `local:NAME`, those of another process of the node at `unix://NODE/PATH`,
+    SGLang servers of the node at `http://HOST:PORT`.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
@@ -50,7 +53,7 @@ class IpcTransport:
         return IpcSender(address, rank)
 
     def receiver(self, address: Address, engine: int) -> LocalReceiver | None:
-        """Return the engine side: None for an engine of another process, which listens at its endpoint by itself.
+        """Return the engine side: None for an engine of another process, which has its own behind its endpoint.
 
         Raises TransportError if the engine should be in this process and is not.
         """
@@ -121,10 +124,17 @@ def _choose_rank(world: World, engine: EngineInfo) -> int:
                 f"engine {engine.index} on {node} ({', '.join(engine.devices)}) shares no device with a trainer rank; "
                 "transport ipc needs that: use another transport, or place them together (cluster.colocate: true)"
             )
+    elif engine.endpoint.startswith(HTTP):
+        candidates = [rank for rank in world.ranks if rank.device in engine.devices]
+        if not candidates:
+            raise TransportError(
+                f"the SGLang engine {engine.index} ({', '.join(engine.devices)}) shares no device with a trainer rank; "
+                "transport ipc needs that: use another transport, or place them together (cluster.colocate: true)"
+            )
     elif not engine.endpoint.startswith(PREFIX):
         raise TransportError(
-            f"transport ipc reaches engines of its own process ({PREFIX}NAME) or node ({SCHEME}NODE/PATH), engine "
-            f"{engine.index} is at {engine.endpoint!r}; use engine.backend: local"
+            f"transport ipc reaches engines of its own process ({PREFIX}NAME) or node ({SCHEME}NODE/PATH) and SGLang "
+            f"servers of its node ({HTTP}HOST:PORT), engine {engine.index} is at {engine.endpoint!r}"
         )
     elif len(candidates) > 1:
         candidates = candidates[:1]
@@ -135,6 +145,8 @@ def _connect(info: EngineInfo, closing: ExitStack) -> Receiver:
     """Return the way to one engine, to be closed with `closing`."""
     if info.endpoint.startswith(PREFIX):
         return LocalReceiver(find_target(info.endpoint))
+    if info.endpoint.startswith(HTTP):
+        return HttpReceiver(info.endpoint, tensor_parallel=info.tensor_parallel)
     _, path = parse_endpoint(info.endpoint)
     device = torch.device("cpu" if info.devices == ("cpu",) else "cuda")
     receiver = SocketReceiver(path, device)

@@ -1,0 +1,45 @@
+"""The process of a SGLang server: `python -m milepost.rollout.sglang.launch ARGUMENTS PARENT`.
+
+ARGUMENTS is a JSON object that `ServerArgs` is made with. When the process PARENT is gone, by whatever death, so is
+this one with all it started: an engine never outlives its run and holds on to a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+PARENT_CHECK_SECONDS = 1.0
+
+
+def follow(parent: int) -> None:
+    """Kill this process group as soon as `parent` is no longer its parent."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_SECONDS)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Serve until killed."""
+    arguments, parent = json.loads(sys.argv[1]), int(sys.argv[2])
+    threading.Thread(target=follow, args=(parent,), name="follow parent", daemon=True).start()
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        run_server(ServerArgs(**arguments))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+# Processes that SGLang spawns import this module again.
+if __name__ == "__main__":
+    main()
