@@ -25,9 +25,11 @@ INTERRUPTED = 130
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "train": ("milepost.cli.train:train", "Train a policy as a run config says."),
+    "eval": ("milepost.cli.eval:evaluate", "Evaluate on the held-out sets without training."),
     "report": ("milepost.cli.report:report", "Show runs as one HTML page: curves, timing, samples, config."),
     "export": ("milepost.cli.export:export", "Write a run's policy as a Hugging Face folder."),
     "logs": ("milepost.cli.logs:logs", "Show the logs of a run's processes."),
+    "prepare": ("milepost.cli.prepare:prepare", "Fetch a run's model and data, and try its reward."),
     "plan": ("milepost.cli.plan:plan", "Show the resolved run, and start nothing."),
     "config": ("milepost.cli.config:config", "Show a composed run config, or the schema of all."),
     "plugins": ("milepost.cli.plugins:plugins", "See which plugins are installed and what they provide."),

@@ -46,6 +46,7 @@ def load(
     *,
     run_dir: str | None = None,
     resume: str | None = None,
+    init_from: Path | None = None,
 ) -> Loaded:
     """Load run configs as the command line gave them, and make their plugins this process's."""
     from milepost.config.loading import Flag, load_config
@@ -57,6 +58,8 @@ def load(
         flags.append(Flag("run.dir", str(Path(run_dir).expanduser().absolute()), "--run-dir"))
     if resume is not None:
         flags.append(Flag("checkpoint.resume", resume, "--resume"))
+    if init_from is not None:
+        flags.append(Flag("checkpoint.init_from", str(init_from), "--checkpoint"))
     loaded = load_config(configs, sets, block=block, flags=flags)
     use(loaded.registry)
     return loaded

@@ -103,7 +103,7 @@ class Tracker:
         """Keep `track.samples_per_rollout` of these samples, evenly spread, so that they are of different prompts."""
         count = min(self.samples_per_rollout, len(samples))
         for i in range(count):
-            self._samples.append(_sample_line(kind, rollout, samples[i * len(samples) // count]))
+            self._samples.append(sample_line(kind, rollout, samples[i * len(samples) // count]))
 
     def lines(self, kind: str) -> Iterator[dict[str, Any]]:
         """Yield the lines of one kind that metrics.jsonl holds, those before a resume included."""
@@ -127,7 +127,8 @@ class Tracker:
         self.close()
 
 
-def _sample_line(kind: str, rollout: int, sample: Sample) -> dict[str, Any]:
+def sample_line(kind: str, rollout: int, sample: Sample) -> dict[str, Any]:
+    """Return a sample as a line of samples.jsonl."""
     prompt_len = len(sample.task.tokens)
     return {
         "kind": kind,

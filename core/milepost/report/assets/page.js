@@ -65,7 +65,7 @@ function figuresTable() {
   const sets = [...new Set(data.runs.flatMap((run) => Object.keys(run.evaluations)))];
   const several = data.groups.some((group) => group.runs.length > 1);
   const cell = (spread, show) => h("td", { class: "num" }, spread ? show(spread.mean) : "–",
-    spread && spread.count > 1 ? h("span", { class: "range" }, `${show(spread.low)} – ${show(spread.high)}`) : null);
+    spread && show(spread.low) !== show(spread.high) ? h("span", { class: "range" }, `${show(spread.low)} – ${show(spread.high)}`) : null);
   const head = ["run", ...(several ? ["seeds"] : []), ...sets.flatMap((name) => [`${name} before`, "after"]), "reward", "rollouts", "time", "tokens/s"];
   const rows = data.groups.map((group) => {
     const f = group.figures;
