@@ -164,7 +164,9 @@ class Crew:
         return WorkerError(f"{error}\n{shown_tail(member.log)}") if isinstance(error, WorkerError) else error
 
     def _died(self, member: Member, phase: str) -> MilepostError:
-        lines = [f"{member.name} died in phase {phase!r}{self._cause(member)}", *self._account(dead=member)]
+        identity = self._identities.get(member.name)
+        which = f" (process {identity.pid})" if identity is not None else ""
+        lines = [f"{member.name}{which} died in phase {phase!r}{self._cause(member)}", *self._account(dead=member)]
         return WorkerLostError("\n".join([*lines, shown_tail(member.log)]))
 
     def stalled(self, member: Member, phase: str) -> MilepostError:

@@ -86,18 +86,26 @@ async def ray_compute(plan: Plan) -> AsyncIterator[Compute]:
 
 @contextmanager
 def _cluster(plan: Plan) -> Iterator[None]:
-    """Join the cluster that RAY_ADDRESS names, or start one that is large enough for the plan."""
+    """Join the cluster that RAY_ADDRESS names, or start one that is large enough for the plan.
+
+    Raises ConfigError if there is no such cluster, or it does not let us in.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     address = os.environ.get("RAY_ADDRESS")
     dashboard = all(find_spec(part) for part in _DASHBOARD_PARTS)
     if not address:
-        # Ranks beyond the number of cores take turns; it is this machine or nothing.
-        cpus = max(os.cpu_count() or 1, plan.world_size)
-        settings |= {"address": "local", "num_cpus": cpus, "include_dashboard": dashboard}
+        # As many slots as the plan takes, whatever the machine has: ranks beyond the cores take turns, and Ray starts
+        # an idle process for every slot in advance.
+        settings |= {"address": "local", "num_cpus": _num_slots(plan), "include_dashboard": dashboard}
     # Ray puts a handler of its own in the place of the one that makes SIGTERM finish the step and save.
     previous = signal.getsignal(signal.SIGTERM)
-    context = ray.init(**settings)
+    try:
+        context = ray.init(**settings)
+    except ConnectionError as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        message = f"the Ray cluster at RAY_ADDRESS={address} cannot be joined: {reason}"
+        raise ConfigError([Problem("cluster.launcher", f"{message} Unset RAY_ADDRESS to start one here")]) from error
     try:
         signal.signal(signal.SIGTERM, previous)
         where = f"cluster at {address}" if address else "cluster started here"
@@ -138,13 +146,18 @@ class _Slots:
         return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
 
 
+def _num_slots(plan: Plan) -> int:
+    """One slot per rank, and per engine where these have GPUs of their own."""
+    settings = plan.config.cluster
+    colocated = settings.colocate or settings.gpus_per_node == 0
+    return plan.world_size + (0 if colocated else plan.config.engine.num_engines or 1)
+
+
 @contextmanager
 def _placed(plan: Plan) -> Iterator[_Slots]:
     """Reserve one bundle per rank, and per engine where these have GPUs of their own; give all back at the end."""
-    settings = plan.config.cluster
-    gpus = settings.gpus_per_node > 0
-    colocated = settings.colocate or not gpus
-    count = plan.world_size + (0 if colocated else plan.config.engine.num_engines or 1)
+    gpus = plan.config.cluster.gpus_per_node > 0
+    count = _num_slots(plan)
     bundle = {"CPU": 1.0, **({"GPU": 1.0} if gpus else {})}
     total = ray.cluster_resources()
     short = [f"{count} {name}s (it has {total.get(name, 0):g})" for name in bundle if total.get(name, 0) < count]
@@ -159,7 +172,7 @@ def _placed(plan: Plan) -> Iterator[_Slots]:
             what = f"the Ray cluster has no room for {count} x {bundle} within {PLACEMENT_SECONDS:g} s"
             raise ConfigError([Problem("cluster", f"{what}; free it, or use another (RAY_ADDRESS)")]) from None
         bundles = _order(group, count, gpus)
-        yield _Slots(group, bundles, plan.world_size, gpus, colocated)
+        yield _Slots(group, bundles, plan.world_size, gpus, colocated=count == plan.world_size)
     finally:
         remove_placement_group(group)
 
