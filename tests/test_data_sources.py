@@ -107,6 +107,23 @@ def test_a_folder_of_files_as_the_hub_has_them(load: Any, tmp_path: Path) -> Non
         load(DataSource(path=str(tmp_path), split="dev"))
 
 
+def test_subsets_are_those_of_the_folders_readme(load: Any, tmp_path: Path) -> None:
+    for subset, letter in (("main", "a"), ("hard", "b")):
+        (tmp_path / subset).mkdir()
+        for split, count in (("train", 3), ("test", 2)):
+            write_parquet(tmp_path / subset / f"{split}.parquet", letter, count)
+    configs = "".join(
+        f"- config_name: {subset}\n  data_files:\n"
+        + "".join(f"  - {{split: {split}, path: {subset}/{split}.parquet}}\n" for split in ("train", "test"))
+        for subset in ("main", "hard")
+    )
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n# Sums\n")
+    assert prompts(load(DataSource(path=str(tmp_path), subset="main"))) == ["a0", "a1", "a2"]
+    assert prompts(load(DataSource(path=str(tmp_path), subset="hard", split="test"))) == ["b0", "b1"]
+    with pytest.raises(DataError, match="Config name is missing"):
+        load(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
