@@ -205,10 +205,12 @@ class Run:
     # What is watched
 
     def watch_rewards(self, rollout: Rollout) -> None:
-        """Stop the run when rollout after rollout has one and the same reward everywhere.
+        """Stop the run when rollout after rollout has one and the same reward everywhere, unless a teacher teaches.
 
         Raises RunError with the likely cause.
         """
+        if self.plan.needs_teacher:
+            return
         rewards = {sample.reward for sample in rollout.samples}
         self.progress.constant_rollouts = self.progress.constant_rollouts + 1 if len(rewards) == 1 else 0
         limit = self.plan.config.rollout.constant_reward_limit

@@ -332,6 +332,19 @@ def test_overlong_shaping_takes_its_penalty_off_training_rewards_alone(write_con
     assert before_training[0] == before_training[1]
 
 
+def test_with_a_teacher_a_constant_reward_does_not_stop_the_run(write_config: Write, workspace: Path) -> None:
+    (workspace / "score.py").write_text("def score(sample):\n    return 0.0\n")
+    path = write_config(
+        algorithm={"name": "distillation"},
+        teacher={"path": "model"},
+        rollout={"num_rollouts": 3, "constant_reward_limit": 2},
+        eval={"datasets": []},
+    )
+    run_dir = train(path).run_dir
+    assert len(lines(run_dir, "step")) == 3
+    assert lines(run_dir, "step")[0]["train/teacher_kl"] == pytest.approx(0.0, abs=1e-6)  # it teaches itself
+
+
 def test_distillation_brings_the_kl_down_tenfold(write_config: Write, workspace: Path) -> None:
     teacher = workspace / "teacher"
     maker = [sys.executable, str(ROOT / "examples" / "quickstart" / "make.py"), "--out", str(teacher)]
