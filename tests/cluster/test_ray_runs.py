@@ -1,0 +1,246 @@
+"""Whole runs on Ray: the numbers of an inline run, and what becomes of dead, stuck and failing processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from milepost.cli import cli
+
+CLUSTER = """
+import sys
+import ray
+context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+print(context.address_info["gcs_address"], flush=True)
+sys.stdin.read()
+"""
+
+BROKEN = '''
+"""GRPO whose second rank sleeps forever, or raises, at its third step."""
+import os
+import time
+
+import milepost
+from milepost.components import AlgorithmTraits
+
+
+class Options(milepost.Options):
+    how: str
+
+
+class Broken:
+    def __init__(self, options):
+        self.how, self.calls = options.how, 0
+        self.grpo = milepost.resolve("algorithm", "grpo", {})
+
+    def policy_loss(self, inputs):
+        self.calls += 1
+        if self.calls == 3 and os.environ["RANK"] == "1":
+            if self.how == "raise":
+                raise ValueError("this algorithm is broken")
+            time.sleep(10**6)
+        return self.grpo.policy_loss(inputs)
+
+
+@milepost.hookimpl
+def milepost_algorithms():
+    return [milepost.Component("broken", Options, AlgorithmTraits(group=True), Broken, "Breaks.")]
+'''
+
+CONFIG: dict[str, Any] = {
+    "run": {"threads": 1, "device": "cpu"},
+    "model": {"path": "model"},
+    "data": {"path": "train.jsonl", "chat_template": True},
+    "rollout": {"num_rollouts": 12, "batch_size": 4, "samples_per_prompt": 4, "max_response_len": 16},
+    "reward": {"name": "python", "function": "score:score"},
+    "algorithm": {"kl_loss_coef": 0.01},
+    "optimizer": {"lr": 1e-3},
+    "trainer": {"steps_per_rollout": 2},
+    "checkpoint": {"save_interval": 2},
+    "eval": {"interval": 6, "datasets": [{"name": "heldout", "path": "train.jsonl", "limit": 10}]},
+}
+RAY = ("cluster.launcher=ray",)
+TWO_RANKS = (*RAY, "cluster.cpu_ranks=2")
+
+
+@pytest.fixture(scope="module")
+def folder(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("ray")
+    for name in ("model", "train.jsonl"):
+        (out / name).symlink_to(policy / name)
+    reward = "def score(sample):\n    return sum(map(str.isdigit, sample.text)) / max(1, len(sample.text))\n"
+    (out / "score.py").write_text(reward)
+    (out / "broken.py").write_text(BROKEN)
+    (out / "run.yaml").write_text(yaml.safe_dump(CONFIG))
+    return out
+
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
+    "OMP_NUM_THREADS": "1",
+    # Ray asks for a token on clusters that it starts by itself, and for saying so when one is joined.
+    "RAY_AUTH_MODE": "token",
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=ENVIRONMENT,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    yield process.stdout.readline().decode().strip()
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
+
+
+def start(
+    folder: Path, run_dir: str, *sets: str, cluster: str | None = None, flags: tuple[str, ...] = ()
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "milepost", "train", "run.yaml", "--no-progress", "--run-dir", run_dir, *flags]
+    for item in sets:
+        command += ["--set", item]
+    environment = ENVIRONMENT if cluster is None else {**ENVIRONMENT, "RAY_ADDRESS": cluster}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=environment
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=180)
+    return process.returncode, output
+
+
+def numbers(run_dir: Path) -> list[dict[str, Any]]:
+    """Every line of metrics.jsonl without wall-clock times."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if not k.startswith("perf/") and k != "time"} for record in records]
+
+
+def process_id(log: Path) -> int:
+    return int(re.findall(r"process (\d+)", log.read_text())[-1])
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path, cluster: str) -> dict[str, str]:
+    """Name to output of undisturbed runs: inline, and on Ray with one rank and with two."""
+    runs = {
+        "inline": start(folder, "inline"),
+        "one": start(folder, "one", *RAY, cluster=cluster),
+        "two": start(folder, "two", *TWO_RANKS, cluster=cluster),
+    }
+    outputs = {}
+    for name, process in runs.items():
+        code, outputs[name] = finish(process)
+        assert code == 0, outputs[name]
+    return outputs
+
+
+def test_one_rank_on_ray_gives_the_numbers_of_an_inline_run_bit_for_bit(folder: Path, finished: dict[str, str]) -> None:
+    expected = numbers(folder / "inline")
+    assert sum(record["kind"] == "step" for record in expected) == 24
+    assert numbers(folder / "one") == expected
+
+
+def assert_close(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert mine.pop("kind") == theirs.pop("kind")
+    assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def test_two_ranks_give_the_same_up_to_rounding(folder: Path, finished: dict[str, str]) -> None:
+    # what 24 steps make of the rounding of a sum of gradients stays small, because the same tokens are sampled
+    for mine, theirs in zip(numbers(folder / "two"), numbers(folder / "inline"), strict=True):
+        assert_close(mine, theirs)
+
+
+def test_a_cluster_that_is_named_is_joined_and_the_dashboard_is_spoken_of(
+    cluster: str, finished: dict[str, str]
+) -> None:
+    assert f"ray: cluster at {cluster}, " in finished["one"]
+    assert "dashboard" in finished["one"]
+    assert "ray:" not in finished["inline"]
+
+
+def test_every_process_has_a_log(folder: Path, finished: dict[str, str]) -> None:
+    names = {path.name for path in (folder / "two" / "logs").iterdir()}
+    assert {"controller.log", "trainer-0.log", "trainer-1.log", "engine-0.log"} <= names
+    assert any(name.startswith("reward-") for name in names)
+    assert "rollout 11: " in (folder / "two" / "logs" / "controller.log").read_text()
+    shown = CliRunner().invoke(cli, ["logs", str(folder / "two"), "trainer"])
+    assert shown.exit_code == 0
+    assert re.findall("==> (.*) <==", shown.output) == ["trainer-0.log", "trainer-1.log"]
+
+
+def test_a_killed_rank_ends_the_run_and_a_restart_goes_on_with_the_same_numbers(
+    folder: Path, finished: dict[str, str]
+) -> None:
+    def kill_after(process: subprocess.Popen[str], step: int) -> int:
+        metrics, log = folder / "killed" / "metrics.jsonl", folder / "killed" / "logs" / "trainer-1.log"
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and f'"kind": "step", "index": {step},' in metrics.read_text()):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        victim = process_id(log)
+        os.kill(victim, signal.SIGKILL)
+        return victim
+
+    # no cluster is named: each of these starts one of its own
+    process = start(folder, "killed", *TWO_RANKS)
+    victim = kill_after(process, 5)
+    code, output = finish(process)
+    assert code == 3, output
+    assert "ray: cluster started here" in output
+    assert re.search(rf"error: trainer-1 \(process {victim}\) died in phase '\w+", output), output
+    assert re.search(r"trainer-0: .* for \d+\.\d s", output) and "trainer-1: dead" in output
+    assert f"log: {folder / 'killed' / 'logs' / 'trainer-1.log'}" in output
+    assert "Traceback" not in output
+
+    process = start(folder, "killed", *TWO_RANKS, flags=("--max-restarts", "1"))
+    kill_after(process, 13)
+    code, output = finish(process)
+    assert code == 0, output
+    assert "restart 1 of 1" in output and output.count("resuming after rollout") == 2
+    assert numbers(folder / "killed") == numbers(folder / "two")
+
+
+def test_a_rank_that_hangs_is_found_and_one_that_fails_is_named(
+    folder: Path, cluster: str, finished: dict[str, str]
+) -> None:
+    sets = (*TWO_RANKS, "plugins.modules=[broken]", "algorithm.name=broken", "engine.num_engines=2")
+    hanging = start(folder, "hangs", *sets, "algorithm.how=sleep", "cluster.stall_timeout=8", cluster=cluster)
+    failing = start(folder, "fails", *sets, "algorithm.how=raise", cluster=cluster)
+    code, output = finish(hanging)
+    assert code == 3, output
+    assert "did not leave phase 'step actor' within cluster.stall_timeout (8 s)" in output
+    first, second = output.partition("\n  trainer-1: step actor for ")[::2]
+    assert "sum_gradients" in first.partition("\n  trainer-0: step actor for ")[2]  # it waits for the other
+    assert "time.sleep(10**6)" in second
+    assert "engine-0: idle" in output
+    with pytest.raises(ProcessLookupError):
+        os.kill(process_id(folder / "hangs" / "logs" / "trainer-1.log"), 0)
+
+    # before that it went as well as others, on two engines
+    before = numbers(folder / "hangs")
+    assert sum(record["kind"] == "step" for record in before) == 2
+    for mine, theirs in zip(before, numbers(folder / "two"), strict=False):
+        assert_close(mine, theirs)
+
+    code, output = finish(failing)
+    assert code == 1, output
+    assert "error: trainer-1 failed with ValueError: this algorithm is broken" in output
+    assert "ValueError: this algorithm is broken" in (folder / "fails" / "logs" / "trainer-1.log").read_text()
