@@ -261,7 +261,7 @@ class SGLangEngine:
             raise MilepostError(f"engine {self.index} cannot serve a request of {len(tokens)} tokens: {_said(content)}")
         if status != 200:
             raise RunError(f"engine {self.index} failed on a request with status {status}: {_said(content)}")
-        return self._sample(task, tokens, json.loads(content), version)
+        return self._sample(task, tokens, params, json.loads(content), version)
 
     def _body(self, tokens: Sequence[int], params: SamplingParams, key: Sequence[int]) -> dict[str, Any]:
         check_params(params)
@@ -295,7 +295,9 @@ class SGLangEngine:
         }
         return {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": -1}
 
-    def _sample(self, task: Task, tokens: Sequence[int], answer: Mapping[str, Any], version: int) -> Sample:
+    def _sample(
+        self, task: Task, tokens: Sequence[int], params: SamplingParams, answer: Mapping[str, Any], version: int
+    ) -> Sample:
         meta = answer["meta_info"]
         reason = meta["finish_reason"]
         if reason["type"] not in ENDINGS:
@@ -311,8 +313,14 @@ class SGLangEngine:
                 f"engine {self.index} answered with weights {meta['weight_version']!r}, expected version {version}; "
                 "something beside milepost has pushed weights to it"
             )
+        status = ENDINGS[reason["type"]]
+        if status is Status.TRUNCATED and sampled:
+            # SGLang looks at the length first, also where the last token that fits ends the response.
+            text = self._decode(sampled) if params.stop else ""
+            if sampled[-1] in self._end_tokens.union(params.stop_token_ids) or any(s in text for s in params.stop):
+                status = Status.COMPLETED
         log_probs = [value for value, *_ in scored]
-        return make_sample(task, tokens, sampled, log_probs, version, ENDINGS[reason["type"]], self._decode)
+        return make_sample(task, tokens, sampled, log_probs, version, status, self._decode)
 
 
 def make_sample(
