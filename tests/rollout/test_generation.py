@@ -194,3 +194,13 @@ def test_evaluation_metrics_by_hand() -> None:
         "pass@2": 0.5,
     }
     assert "pass@1" not in evaluation_metrics([[sample(1.0)]], 1)
+
+
+def test_a_length_penalty_counts_neither_for_the_filter_nor_as_the_raw_reward() -> None:
+    group = [sample(0.0), sample(-0.5)]
+    group[1].rewards |= {"unshaped": 0.0, "overlong": -0.5}
+    assert [one.score for one in group] == [0.0, 0.0]
+    assert zero_variance(group) == "all 2 rewards are 0"
+    metrics = rollout_metrics(Rollout(group, num_generated=1))
+    assert (metrics["raw_reward"], metrics["reward_min"], metrics["reward/overlong"]) == (0.0, 0.0, -0.5)
+    assert "reward/unshaped" not in metrics
