@@ -107,10 +107,11 @@ def room_of(file: Path) -> str:
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "alarm": set(),
     "entry_points": set(),
     "components": set(),
     "hookspecs": {"components"},
-    "discovery": {"components", "entry_points", "errors", "hookspecs"},
+    "discovery": {"alarm", "components", "entry_points", "errors", "hookspecs"},
     "registry": {"components", "discovery", "entry_points", "errors", "hookspecs"},
     "config": {"components", "discovery", "entry_points", "errors", "hookspecs", "registry"},
     "functional": {"components", "errors"},

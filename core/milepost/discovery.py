@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from milepost import hookspecs
+from milepost.alarm import TimeIsUpError, time_limit
 from milepost.components import KERNEL_KEYS, TRAITS, Component, Kind, ModelTraits
 from milepost.entry_points import find_entries, normalise
 from milepost.errors import PluginError
@@ -48,6 +49,12 @@ HOOKS: dict[str, Kind] = {
 
 LOCAL = "local"
 """Distribution name of hook modules that lie beside the run config."""
+
+HEAVY = frozenset({"torch", "numpy", "ray", "sglang", "megatron", "transformers", "vllm", "sympy", "pandas"})
+"""Packages that an entry-point module may not import: every command imports every plugin."""
+
+SLOW_SECONDS = 1.0
+"""A plugin whose import takes longer is pointed out."""
 
 _COMPONENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 _state = threading.local()
@@ -95,6 +102,8 @@ class PluginRecord:
     """Traceback of what it raised; empty where the error says it all."""
     seconds: float = 0.0
     """Time its import and registration took."""
+    heavy: tuple[str, ...] = ()
+    """Heavy packages that its import brought into the process."""
     digest: str = ""
     """First 12 hex digits of the SHA-256 of a local module's source; empty for an installed plugin."""
     components: tuple[Provided, ...] = ()
@@ -103,6 +112,16 @@ class PluginRecord:
     def label(self) -> str:
         """`DISTRIBUTION:NAME`, as `--block` takes it."""
         return f"{self.distribution}:{self.name}"
+
+    @property
+    def burdens(self) -> list[str]:
+        """What makes every command slow for it: messages, empty for a plugin as it should be."""
+        said = []
+        if self.heavy:
+            said.append(f"plugin {self.name} from {self.origin} imports {', '.join(self.heavy)}")
+        if self.seconds > SLOW_SECONDS and self.state != "broken":
+            said.append(f"plugin {self.name} from {self.origin} took {self.seconds:.1f} s to import")
+        return [f"{message}; what is heavy belongs in the component's build" for message in said]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +158,7 @@ def load_plugins(
     modules: Sequence[str],
     base_dir: Path,
     discover: Callable[[], Iterable[EntryPoint]] | None,
+    import_limit: float | None,
 ) -> tuple[list[PluginRecord], list[str]]:
     """Load every plugin that is not blocked; return a record for each, and warnings.
 
@@ -160,8 +180,8 @@ def load_plugins(
         if any(candidate.is_named_by(entry) for entry in block):
             records.append(_record(candidate, "blocked"))
         else:
-            records.append(_load(candidate))
-    return records, warnings
+            records.append(_load(candidate, import_limit))
+    return records, warnings + [message for record in records for message in record.burdens]
 
 
 def _installed(discover: Callable[[], Iterable[EntryPoint]] | None) -> Iterator[_Candidate]:
@@ -257,24 +277,31 @@ def _quarantine() -> Iterator[None]:
         _state.loading = before
 
 
-def _load(candidate: _Candidate) -> PluginRecord:
+def _load(candidate: _Candidate, import_limit: float | None) -> PluginRecord:
     started = time.perf_counter()
+    before = HEAVY & sys.modules.keys()
+    outcome: dict[str, Any]
     try:
-        with _quarantine():
-            components = _register(candidate, candidate.load())
+        with _quarantine(), time_limit(import_limit):
+            outcome = {"state": "ok", "components": _register(candidate, candidate.load())}
     except KeyboardInterrupt:
         raise
+    except TimeIsUpError as error:
+        outcome = {
+            "state": "broken",
+            "error": f"its import {error} and was stopped; what is heavy belongs in the component's build",
+        }
     except (_RejectedError, pluggy.PluginValidationError) as error:
-        return _record(candidate, "broken", seconds=time.perf_counter() - started, error=str(error))
+        outcome = {"state": "broken", "error": str(error)}
     except BaseException as error:  # noqa: BLE001  a plugin that raises anything at all must not take the rest along
-        return _record(
-            candidate,
-            "broken",
-            seconds=time.perf_counter() - started,
-            error="".join(traceback.format_exception_only(error)).strip(),
-            traceback="".join(traceback.format_exception(error)),
-        )
-    return _record(candidate, "ok", seconds=time.perf_counter() - started, components=components)
+        outcome = {
+            "state": "broken",
+            "error": "".join(traceback.format_exception_only(error)).strip(),
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+    outcome["seconds"] = time.perf_counter() - started
+    outcome["heavy"] = tuple(sorted((HEAVY & sys.modules.keys()) - before))
+    return _record(candidate, **outcome)
 
 
 def _record(candidate: _Candidate, state: State, **outcome: Any) -> PluginRecord:

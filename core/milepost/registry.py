@@ -71,18 +71,22 @@ class Registry:
         modules: Iterable[str] = (),
         base_dir: Path | str | None = None,
         discover: Callable[[], Iterable[EntryPoint]] | None = None,
+        import_limit: float | None = None,
     ) -> Registry:
         """Find, import and validate all plugins.
 
         `block` has plugins that are not even imported: NAME or DISTRIBUTION:NAME (`local:NAME` for a module).
         `modules` are hook modules in `base_dir` (default the working directory), each NAME.py or a package NAME.
-        `discover` stands in for the entry points of the installed distributions.
+        `discover` stands in for the entry points of the installed distributions. A plugin whose import takes longer
+        than `import_limit` seconds is stopped and counts as broken (in the main thread; None waits).
 
         A plugin that fails is recorded in `plugins`; only KeyboardInterrupt comes through.
         """
         block, modules = tuple(block), tuple(modules)
         folder = Path.cwd() if base_dir is None else Path(base_dir).absolute()
-        records, warnings = load_plugins(block=block, modules=modules, base_dir=folder, discover=discover)
+        records, warnings = load_plugins(
+            block=block, modules=modules, base_dir=folder, discover=discover, import_limit=import_limit
+        )
         settings = {"block": list(block), "modules": list(modules), "base_dir": str(folder)}
         return cls(records, warnings=warnings, settings=settings)
 

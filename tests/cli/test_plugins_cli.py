@@ -121,9 +121,9 @@ def test_block_is_honoured_and_a_block_of_nothing_warned_of(site: Path) -> None:
 def test_a_slow_import_is_pointed_out(tmp_path: Path) -> None:
     install(tmp_path, "slow", "1", "sleepy", "import time; time.sleep(1.05)\n" + ACME)
     done = milepost(tmp_path, "list")
-    slow = [line for line in done.stdout.splitlines() if "to import" in line]
+    slow = [line for line in done.stderr.splitlines() if "to import" in line]
     assert len(slow) == 1
-    assert slow[0].startswith("sleepy from slow 1 took 1.")
+    assert slow[0].startswith("warning: plugin sleepy from slow 1 took 1.")
     assert slow[0].endswith(" s to import; what is heavy belongs in the component's build")
 
 

@@ -1,4 +1,4 @@
-"""`milepost plugins`: what is installed, what became of it, and what options it takes."""
+"""`milepost plugins`: what is installed, what became of it, what options it takes; writing and checking one."""
 
 from __future__ import annotations
 
@@ -12,34 +12,30 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from milepost.components import KINDS, Kind
-from milepost.discovery import unknown
-from milepost.errors import PluginError
-from milepost.registry import PluginRecord, Provided, Registry
-
-SLOW_SECONDS = 1.0
-"""Imports slower than this are pointed out: an entry-point module is meant to be light."""
-
-block_option = click.option(
-    "--block",
-    multiple=True,
-    metavar="NAME",
-    help="Do not import this plugin: NAME or DISTRIBUTION:NAME. May be repeated.",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+from milepost.cli.options import block_option
+from milepost.cli.plugin_lookup import find, import_limit_option, indent, json_option, kind_option, load_plugins
+from milepost.cli.plugins_check import check_plugin
+from milepost.cli.plugins_new import new_plugin
+from milepost.components import Kind
+from milepost.registry import PluginRecord, Provided
 
 
 @click.group()
 def plugins() -> None:
-    """See which plugins are installed and what they provide."""
+    """See which plugins are installed and what they provide; write one, check one."""
+
+
+plugins.add_command(new_plugin)
+plugins.add_command(check_plugin)
 
 
 @plugins.command("list")
 @block_option
+@import_limit_option
 @json_option
-def list_plugins(block: tuple[str, ...], as_json: bool) -> None:
+def list_plugins(block: tuple[str, ...], import_limit: float, as_json: bool) -> None:
     """List every plugin: where it comes from, whether it loaded, what it provides."""
-    registry = _load(block)
+    registry = load_plugins(block, import_limit)
     if as_json:
         listed = [_plugin_json(record) for record in registry.plugins]
         click.echo(json.dumps({"plugins": listed, "warnings": list(registry.warnings)}, indent=2))
@@ -55,55 +51,25 @@ def list_plugins(block: tuple[str, ...], as_json: bool) -> None:
         click.echo(line)
     for record in registry.plugins:
         if record.error:
-            click.echo(f"\n{record.name} from {record.origin} is {record.state}:\n{_indent(record.error)}")
-    for record in registry.plugins:
-        if record.seconds > SLOW_SECONDS:
-            slow = f"{record.name} from {record.origin} took {record.seconds:.1f} s to import"
-            click.echo(f"\n{slow}; what is heavy belongs in the component's build")
+            click.echo(f"\n{record.name} from {record.origin} is {record.state}:\n{indent(record.error)}")
 
 
 @plugins.command("show")
 @click.argument("name")
-@click.option("--kind", type=click.Choice(KINDS), help="Only a component of this kind.")
+@kind_option
 @block_option
+@import_limit_option
 @json_option
-def show_plugin(name: str, kind: Kind | None, block: tuple[str, ...], as_json: bool) -> None:
+def show_plugin(name: str, kind: Kind | None, block: tuple[str, ...], import_limit: float, as_json: bool) -> None:
     """Show a component's options with their types, defaults and meaning, and where it comes from.
 
     NAME is a component, or a plugin whose components are then shown.
     """
-    found = _find(_load(block), name, kind)
+    found = find(load_plugins(block, import_limit), name, kind)
     if as_json:
         click.echo(json.dumps({"components": [_component_json(item) for item in found]}, indent=2))
         return
     click.echo("\n\n".join("\n".join(_component_lines(item)) for item in found))
-
-
-def _load(block: tuple[str, ...]) -> Registry:
-    registry = Registry.load(block=block)
-    for warning in registry.warnings:
-        click.echo(f"warning: {warning}", err=True)
-    return registry
-
-
-def _find(registry: Registry, name: str, kind: Kind | None) -> list[Provided]:
-    """Return what NAME means; raises PluginError with everything there is to say where it means nothing usable."""
-    if kind is not None:
-        return [registry.get(kind, name)]
-    kinds = [
-        k for k in KINDS if any(item.name == name for r in registry.plugins for item in r.components if item.kind == k)
-    ]
-    if kinds:
-        return [registry.get(k, name) for k in kinds]
-    records = [record for record in registry.plugins if record.name == name]
-    components = [item for record in records for item in record.components]
-    if components:
-        return components
-    for record in records:
-        detail = (record.traceback or record.error).rstrip()
-        raise PluginError(f"plugin {name!r} from {record.origin} is {record.state}" + (f"\n{detail}" if detail else ""))
-    known = sorted({item.name for k in KINDS for item in registry.provided(k)} | {r.name for r in registry.plugins})
-    raise PluginError("\n  ".join([unknown("component or plugin", name, known), *registry.failures()]))
 
 
 def _plugin_json(record: PluginRecord) -> dict[str, Any]:
@@ -199,7 +165,3 @@ def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())

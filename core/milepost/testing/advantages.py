@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from milepost.components import AdvantageEstimator, AdvantageTraits, Component
-from milepost.testing.findings import Finding, Findings, find_subject, garbage
+from milepost.testing.findings import Finding, Findings, find_subject
+from milepost.testing.tensors import garbage
 from milepost.training.inputs import ADVANTAGE_INPUTS, AdvantageBatch, Estimate
 
 NAN = float("nan")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from milepost.components import Algorithm, AlgorithmTraits, Component, HasValueLoss
-from milepost.testing.findings import Finding, Findings, find_subject, garbage
+from milepost.testing.findings import Finding, Findings, find_subject
 from milepost.testing.objectives import (
     Columns,
     Objective,
@@ -20,6 +20,7 @@ from milepost.testing.objectives import (
     run_context_parallel,
     run_directly,
 )
+from milepost.testing.tensors import garbage
 
 MASKS = ("0011111", "0", "0110011001111", "01", "0000111101", "0111", "11111111")
 """Trainable tokens of the samples of the batch: prompts, turns of an environment, no trainable token at all."""

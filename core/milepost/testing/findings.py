@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import BaseModel
-from torch import Tensor
 
 from milepost.components import Component, Kind
 from milepost.registry import current
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOLERANCE = 1e-5
 """Largest difference that rounding in float32 explains, relative to the largest number compared."""
@@ -102,15 +104,15 @@ class Findings(list[Finding]):
             self.require(close, promise, case, f"metric {name!r} {number:.9g}", f"{got[name]:.9g}")
 
     def check_options(self, subject: Subject) -> None:
-        """Workers get a component as kind, name and options, so options must survive pickling."""
+        """Workers get a component as kind, name and options, so options must survive pickling and JSON."""
         if subject.options is None:
             return
         promise, case = "picklable options", repr(subject.options)
         with self.surviving(promise, case):
             again = pickle.loads(pickle.dumps(subject.options))
             self.require(again == subject.options, promise, case, "equal options after pickling", repr(again))
-
-
-def garbage(like: Tensor, mask: Tensor, number: float) -> Tensor:
-    """A copy of a column [N] with `number` wherever it is masked."""
-    return torch.where(mask, like, torch.full_like(like, number))
+        promise = "options as JSON"
+        with self.surviving(promise, case):
+            plain = json.loads(json.dumps(subject.options.model_dump(mode="json")))
+            again = type(subject.options).model_validate(plain)
+            self.require(again == subject.options, promise, case, "equal options after JSON", repr(again))

@@ -10,6 +10,8 @@ from milepost.samples import Sample
 END_OF_THOUGHT = "</think>"
 NO_TIMEOUT = 0
 """Math-Verify's own time limit is a signal, which works in a main thread alone; the kernel's kills the worker."""
+LENGTH_LIMIT = 10_000
+"""Characters at the end of a response in which an answer is looked for: parsing a megabyte takes minutes."""
 
 
 class MathVerify:
@@ -20,11 +22,14 @@ class MathVerify:
         self._precision = precision
 
     def score(self, sample: Sample) -> float:
-        """Return 1.0 or 0.0. Raises ValueError if the sample has no label, or one that Math-Verify cannot read."""
+        """Return 1.0 or 0.0; only the last `LENGTH_LIMIT` characters are read.
+
+        Raises ValueError if the sample has no label, or one that Math-Verify cannot read.
+        """
         _, closed, after = sample.text.partition(END_OF_THOUGHT)
         if not closed and self._require_think:
             return 0.0
-        answers = parse(after if closed else sample.text, parsing_timeout=NO_TIMEOUT)
+        answers = parse((after if closed else sample.text)[-LENGTH_LIMIT:], parsing_timeout=NO_TIMEOUT)
         return float(any(self._matches(gold, answers) for gold in _golds(sample.task.label)))
 
     def _matches(self, gold: list[Any], answers: list[Any]) -> bool:
