@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -21,13 +22,15 @@ PRELOAD = [
     "milepost_qwen3.recipe",
     "transformers.models.qwen3.modeling_qwen3",
 ]
-TIMEOUT = 240.0
+TIMEOUT = 90.0
 
 
 def _rank_main(function: Callable[..., Any], rank: int, world: int, store: str, results: Any, args: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    # What came with the fork is shared memory; a collection would touch, and so copy, all of it.
+    gc.freeze()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
@@ -53,7 +56,7 @@ def run_world(function: Callable[..., Any], world: int, *args: Any) -> list[Any]
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         ranks = [
-            context.Process(target=_rank_main, args=(function, rank, world, store, results, args), daemon=True)
+            context.Process(target=_rank_main, args=(function, rank, world, store, results, args))
             for rank in range(world)
         ]
         for process in ranks:

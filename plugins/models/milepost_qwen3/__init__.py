@@ -23,5 +23,5 @@ def build(options: milepost.NoOptions) -> Recipe:
 @milepost.hookimpl
 def milepost_models() -> Iterable[ModelComponent]:
     """Provide the recipe."""
-    traits = ModelTraits(("Qwen3ForCausalLM",), dense_layout, dense_train_flops)
+    traits = ModelTraits(("Qwen3ForCausalLM",), dense_layout, dense_train_flops, megatron=True)
     return [milepost.Component("qwen3", milepost.NoOptions, traits, build, "Dense Qwen3 models; lean local decoder.")]

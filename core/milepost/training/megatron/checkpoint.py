@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from milepost.errors import CheckpointError
+from milepost.errors import CheckpointError, MilepostError
 from milepost.training.megatron.roles import TrainedRole
 
 
@@ -35,6 +36,9 @@ def _optimizer(role: TrainedRole, weights: dict[str, Any], *, loading: bool) -> 
 
 def save(folder: Path, role: TrainedRole) -> None:
     """Write weights, optimizer and step count into a folder, which is made; called on all ranks."""
+    if find_spec("psutil") is None:
+        # Megatron's writer processes would die without it, and the ranks wait for them for ever.
+        raise MilepostError("saving needs psutil, which is not installed here; pip install 'milepost[megatron]'")
     if dist.get_rank() == 0:
         folder.mkdir(exist_ok=True)
     dist.barrier()

@@ -83,6 +83,23 @@ def transformer_config(
     return TransformerConfig(**fields)
 
 
+class ValueLayer(ValueHead):
+    """A value head whose weights have the model's dtype, as the optimizer wants them, and which computes above it.
+
+    Its float32 weights are with the optimizer's.
+    """
+
+    def __init__(self, hidden_size: int, *, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(hidden_size, seed=seed, dtype=dtype, device=device)
+        self.to(dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the value of each state [n], in float32 at least."""
+        dtype = torch.promote_types(torch.float32, self.weight.dtype)
+        values = torch.addmm(self.bias.to(dtype), hidden.to(dtype), self.weight.to(dtype).t())
+        return values.squeeze(1)
+
+
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """One piece of a role's model. The last piece gives hidden states, of which `read` makes log-probs or values."""
 
@@ -91,7 +108,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         config: Any,
         description: MegatronModel,
         *,
-        value_head: ValueHead | None,
+        value_head: ValueLayer | None,
         pre_process: bool,
         post_process: bool,
         vp_stage: int | None,
@@ -182,7 +199,7 @@ def build_pieces(
         stages = list(range(config.virtual_pipeline_model_parallel_size))
     pieces = []
     for stage in stages:
-        head = ValueHead(config.hidden_size, seed=seed, dtype=config.params_dtype, device=device) if critic else None
+        head = ValueLayer(config.hidden_size, seed=seed, dtype=config.params_dtype, device=device) if critic else None
         piece = PolicyModel(
             config,
             description,

@@ -21,7 +21,7 @@ class MegatronSource:
     Args:
         pieces: this rank's pieces of the model.
         description: the model's rules.
-        dtype: of its weights, but for a value head's, which are float32.
+        dtype: of its weights.
         value: what to yield of each parameter; by default what it holds.
     """
 
@@ -47,13 +47,11 @@ class MegatronSource:
         self._value_head: dict[str, tuple[int, ...]] = {}
         if self._critic:
             self._value_head = {"output_layer.weight": (1, hidden), "output_layer.bias": (1,)}
-        self._value_dtype = torch.promote_types(torch.float32, dtype)
 
     def specs(self) -> Sequence[TensorSpec]:
         """Names, shapes and dtypes of all tensors, in the order `tensors` yields them, without digests."""
         name = str(self._dtype).removeprefix("torch.")
         specs = [TensorSpec(part.name, part.shape, name) for rule in self._rules for part in rule.parts]
-        name = str(self._value_dtype).removeprefix("torch.")
         return specs + [TensorSpec(VALUE_HEAD[key], shape, name) for key, shape in self._value_head.items()]
 
     @torch.no_grad()
@@ -64,7 +62,7 @@ class MegatronSource:
             yield from zip((part.name for part in rule.parts), self._whole(rule, owners[rule.megatron]), strict=True)
         for name, shape in self._value_head.items():
             held = self._held.get(name)
-            value = torch.empty(shape, dtype=self._value_dtype, device=self._device()) if held is None else held
+            value = torch.empty(shape, dtype=self._dtype, device=self._device()) if held is None else held
             yield VALUE_HEAD[name], self._from_owner(value, owners[name])
 
     def shards(self) -> Iterator[Shard]:

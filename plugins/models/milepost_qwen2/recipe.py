@@ -1,0 +1,34 @@
+"""The halves of the `qwen2` recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from milepost.recipe import HFModel
+from milepost.rollout.local.decoder import LeanDecoder
+from milepost.weights.hf import load_causal_lm
+
+from milepost_qwen2.megatron import Qwen2Megatron
+
+
+class Qwen2HF:
+    """Implements `milepost.recipe.HFHalf`."""
+
+    def load(self, path: Path, dtype: torch.dtype, device: torch.device) -> HFModel:
+        """Load a Qwen2 checkpoint for training."""
+        return load_causal_lm(path, dtype, device)
+
+    def decoder(self, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> LeanDecoder:
+        """Make an empty lean decoder. Raises ValueError for sliding windows or a rotation it does not know."""
+        return LeanDecoder(config, dtype, device)
+
+
+class Qwen2Recipe:
+    """Implements `milepost.recipe.Recipe`."""
+
+    def __init__(self) -> None:
+        self.hf = Qwen2HF()
+        self.megatron = Qwen2Megatron()
