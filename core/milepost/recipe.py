@@ -27,6 +27,10 @@ class HFModel:
     """Logits are multiplied by this."""
     softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap)."""
+    batch_body: Callable[[Tensor], Tensor] | None = None
+    """What the body does to a batch of token ids [B, T], causal, positions from 0, no padding seen: hidden states
+    [B, T, H], written out over the same parameters. The torch trainer takes it on a CPU where the body's layers are
+    not recomputed; None where there is none."""
 
 
 class Decoder(Protocol):

@@ -76,3 +76,21 @@ def test_token_index_and_select_keep_the_given_order() -> None:
     assert batch.token_index((2, 0)).tolist() == [3, 4, 5, 0]
     assert batch.select((2, 0))["values"].tolist() == [3, 4, 5, 0]
     assert batch.token_index(()).tolist() == []
+
+
+def test_samples_of_nearly_one_length_are_padded_to_a_batch() -> None:
+    lengths = torch.tensor([4, 2, 4])
+    tokens = torch.tensor([5, 6, 7, 8, 1, 2, 11, 12, 13, 14], dtype=torch.int32)
+    mask = torch.tensor([0, 0, 1, 1, 0, 1, 0, 1, 1, 1], dtype=torch.bool)
+    batch = Batch(lengths, {"tokens": tokens, "mask": mask})
+    ragged = pack(batch, [0, 2, 1], CPU, pad=True)  # 2 of 12 tokens would be padding
+    assert ragged.layout.lengths == (4, 4, 2)
+    lengths = torch.tensor([12, 11, 12])
+    batch = Batch(lengths, {"tokens": torch.arange(35, dtype=torch.int32), "mask": torch.zeros(35, dtype=torch.bool)})
+    batch["mask"][[21, 22, 33, 34]] = True
+    packed = pack(batch, [1, 2], CPU, pad=True)
+    assert packed.layout.lengths == (12, 12)
+    assert packed.tokens[0].tolist() == [*range(12, 23), 22, *range(23, 35)]
+    assert packed.columns.tolist() == [21, 22, 33, 34]
+    assert packed.trainable.tolist() == [9, 10, 22, 23]
+    assert packed.targets.tolist() == packed.columns.tolist()

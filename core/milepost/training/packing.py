@@ -3,7 +3,7 @@
 A packed row [1, T] holds samples one after the other, positions restarting at 0. Attention never crosses a sample's
 border, so its cost is the sum of squared lengths: `milepost.training.attention` brings samples of similar length
 together (a bucket), pads them on the right, and attends causally, which needs no mask because nothing looks to the
-right.
+right. Samples of nearly one length can be padded in the row itself, which then is a batch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ FREE_PADDING = 8
 """... or at most this many tokens: below that a kernel call costs more than the padding."""
 LONG = 192
 """Samples of this many tokens go alone: padding and moving them costs more than a kernel call each."""
+BATCH_PADDING = 0.1
+"""A row becomes a batch of equally long samples if padding is at most this share of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,21 +148,32 @@ class Packed:
     """[n] int64 on the CPU, positions of those tokens in the batch's columns."""
 
 
-def pack(batch: Batch, samples: Sequence[int], device: torch.device) -> Packed:
+def pack(batch: Batch, samples: Sequence[int], device: torch.device, *, pad: bool = False) -> Packed:
     """Lay the given samples of a batch out as one row on `device`.
+
+    With `pad`, samples of nearly one length are all padded on the right to the longest, each with its last token, so
+    that the row is a batch [B, L] that needs no regrouping: nothing that is real sees the padding.
 
     Raises ValueError if a sample's first token is trainable: nothing precedes it, so it has no log-prob.
     """
     chosen = torch.tensor(samples, dtype=torch.int64)
     lengths = batch.lengths[chosen]
-    index = batch.token_index(samples)
-    layout = Layout(tuple(lengths.tolist()), device)
-    mask = batch["mask"][index]
-    tokens = batch["tokens"][index].to(device, torch.int64)
-    first = lengths.cumsum(0) - lengths
+    longest, total = max(lengths.tolist(), default=0), int(lengths.sum())
+    if total and len(samples) * longest <= (1 + BATCH_PADDING * pad) * total:
+        layout = Layout((longest,) * len(samples), device)
+        steps, last = torch.arange(longest), lengths.unsqueeze(1) - 1
+        index = (batch.offsets[chosen].unsqueeze(1) + torch.minimum(steps, last)).flatten()
+        mask = batch["mask"][index] & (steps <= last).flatten()
+        first = torch.arange(len(samples)) * longest
+    else:
+        layout = Layout(tuple(lengths.tolist()), device)
+        index = batch.token_index(samples)
+        mask = batch["mask"][index]
+        first = lengths.cumsum(0) - lengths
     if bool(mask[first].any()):
         sample = samples[int(mask[first].nonzero()[0])]
         raise ValueError(f"the first token of sample {sample} is trainable, but nothing precedes it; mask it out")
+    tokens = batch["tokens"][index].to(device, torch.int64)
     trainable = mask.nonzero().squeeze(1)
     columns = index[trainable]
     trainable = trainable.to(device)

@@ -62,11 +62,7 @@ class Policy:
         """
         if not len(packed.targets):
             return {name: torch.zeros(0, device=packed.targets.device) for name in want}
-        output: Any = self.hf.body(
-            input_ids=packed.tokens, position_ids=packed.layout.positions, use_cache=False, packing=packed.layout
-        )
-        hidden = output if isinstance(output, Tensor) else output.last_hidden_state
-        before = hidden[0].index_select(0, packed.trainable - 1)
+        before = self._hidden_states(packed).index_select(0, packed.trainable - 1)
         columns: dict[Want, Tensor] = {}
         if "values" in want:
             if self.value_head is None:
@@ -85,6 +81,17 @@ class Policy:
             if entropy is not None:
                 columns["entropy"] = entropy
         return {name: columns[name] for name in want}
+
+    def _hidden_states(self, packed: Packed) -> Tensor:
+        """Run the body over a row of T tokens: [T, H]."""
+        length = packed.layout.equal_length
+        if self.hf.batch_body is not None and length is not None and not packed.tokens.is_cuda:
+            return self.hf.batch_body(packed.tokens.view(-1, length)).flatten(0, 1)
+        output: Any = self.hf.body(
+            input_ids=packed.tokens, position_ids=packed.layout.positions, use_cache=False, packing=packed.layout
+        )
+        hidden: Tensor = output if isinstance(output, Tensor) else output.last_hidden_state
+        return hidden[0]
 
 
 class TrainedRole:

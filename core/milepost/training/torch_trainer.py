@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -91,7 +92,8 @@ class TorchTrainer:
     def _load_trained(self, role: Role, path: Path, num_steps: int) -> TrainedRole:
         config = self._plan.config
         model = self._recipe.hf.load(path, self._dtype, self._device)
-        enable_recompute(model.body, config.trainer.recompute)
+        if enable_recompute(model.body, config.trainer.recompute):
+            model = replace(model, batch_body=None)
         policy = Policy(model, config.rollout.temperature)
         if role == "critic":
             width = policy.head_weight.shape[1]
@@ -160,9 +162,13 @@ class TorchTrainer:
         for step in schedule.steps:
             for micro_batch in step.ranks[self._ranks.rank]:
                 if micro_batch:
-                    packed = pack(batch, micro_batch, self._device)
+                    packed = self._pack(batch, micro_batch)
                     for name, values in policy.evaluate(packed, want).items():
                         columns[name][packed.columns] = values.to("cpu", torch.float32)
+
+    def _pack(self, batch: Batch, samples: Sequence[int]) -> Packed:
+        # GPU kernels read ragged rows as they are; on a CPU a little padding is cheaper than regrouping.
+        return pack(batch, samples, self._device, pad=self._device.type == "cpu")
 
     def step(self, role: Role, schedule: StepSchedule, batch: Batch) -> StepResult:
         """Accumulate gradients over the step's micro-batches and apply the optimizer once.
@@ -182,7 +188,7 @@ class TorchTrainer:
         micro_batches = schedule.ranks[self._ranks.rank]
         # Every rank adds metrics at least once, also one that has nothing but filler.
         for micro_batch in [m for m in micro_batches if m] or micro_batches[:1]:
-            packed = pack(batch, micro_batch, self._device)
+            packed = self._pack(batch, micro_batch)
             index = _trainable_index(packed)
             objective = self._policy_loss if role == "actor" else self._value_loss
             loss, metrics = objective(trained.policy, packed, index, batch)
