@@ -7,7 +7,7 @@ bfloat16):
     entropy  = logsumexp(z) - sum_j p_j z_j   d entropy / dz_j  = -p_j (log p_j + entropy)
 
 The backward pass makes each chunk's logits again and adds the chunk's share to the head's gradient. Where all tokens
-fit into one chunk, its log-softmax is kept instead.
+fit into one chunk, its log-softmax and softmax are kept instead.
 """
 
 from __future__ import annotations
@@ -127,16 +127,18 @@ class _ChunkedHead(torch.autograd.Function):
         rows = chunk_rows(count, weight.shape[0], hidden.device, settings)
         log_probs = hidden.new_empty(count, dtype=dtype)
         entropies = hidden.new_empty(count, dtype=dtype) if want_entropy else None
-        kept: tuple[Tensor | None, Tensor | None] = (None, None)
+        kept: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         for part in _parts(count, rows):
             logits = _raw_logits(hidden[part], weight, bias)
             tanh = _scale_in_place(logits, settings)
             log_softmax = logits.log_softmax(-1)
             log_probs[part] = log_softmax.gather(1, targets[part].unsqueeze(1)).squeeze(1)
+            probs = None
             if entropies is not None:
-                entropies[part] = -_expectation(log_softmax)
+                probs = log_softmax.exp()
+                entropies[part] = -torch.linalg.vecdot(probs, _bounded_in_place(log_softmax))
             if rows == count:
-                kept = (log_softmax, tanh)
+                kept = (log_softmax, probs, tanh)
         ctx.save_for_backward(hidden, weight, bias, targets, entropies, *kept)
         ctx.settings, ctx.rows = settings, rows
         ctx.set_materialize_grads(False)
@@ -144,7 +146,7 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, entropies, kept, kept_tanh = ctx.saved_tensors
+        hidden, weight, bias, targets, entropies, kept, kept_probs, kept_tanh = ctx.saved_tensors
         grad_log_probs, grad_entropies = grads
         settings: HeadSettings = ctx.settings
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -159,11 +161,12 @@ class _ChunkedHead(torch.autograd.Function):
             if kept is None:
                 logits = _raw_logits(hidden[part], weight, bias)
                 tanh = _scale_in_place(logits, settings)
-                log_softmax = logits.log_softmax(-1)
+                log_softmax, probs = logits.log_softmax(-1), None
             else:
-                log_softmax, tanh = kept, kept_tanh
+                log_softmax, probs, tanh = kept, kept_probs, kept_tanh
             grad = _grad_z(
                 log_softmax,
+                log_softmax.exp() if probs is None else probs,
                 targets[part],
                 None if grad_log_probs is None else grad_log_probs[part],
                 None if grad_entropies is None or entropies is None else (grad_entropies[part], entropies[part]),
@@ -192,20 +195,19 @@ def _parts(count: int, rows: int) -> Iterator[slice]:
     return (slice(first, min(first + rows, count)) for first in range(0, count, rows))
 
 
-def _expectation(log_softmax: Tensor) -> Tensor:
-    """Return sum_j p_j log p_j per row, 0 for p = 0: [n, V] to [n]."""
-    # exp underflows to 0 long before log p reaches -inf, and 0 * -inf would be nan.
-    return (log_softmax.exp() * log_softmax.clamp(min=torch.finfo(log_softmax.dtype).min)).sum(-1)
+def _bounded_in_place(log_softmax: Tensor) -> Tensor:
+    """Keep log p finite: exp underflows to 0 long before it reaches minus infinity, and 0 * -inf would be nan."""
+    return log_softmax.clamp_(min=torch.finfo(log_softmax.dtype).min)
 
 
 def _grad_z(
     log_softmax: Tensor,
+    probs: Tensor,
     targets: Tensor,
     grad_log_probs: Tensor | None,
     entropy: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Gradient [n, V] of the scaled logits; `entropy` is its gradient and value, each [n]."""
-    probs = log_softmax.exp()
     grad = torch.zeros_like(probs) if grad_log_probs is None else probs * -grad_log_probs.unsqueeze(1)
     if grad_log_probs is not None:
         grad.scatter_add_(1, targets.unsqueeze(1), grad_log_probs.unsqueeze(1))

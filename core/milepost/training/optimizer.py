@@ -231,6 +231,8 @@ class Optimizer:
         The host's copy is pinned where there is a GPU, so that moving is fast.
         """
         for group in self.groups:
+            if group.device.type == "cpu":
+                continue  # nothing ever leaves
             if part == "gradients":
                 if device != group.device:
                     group.drop_gradient()
