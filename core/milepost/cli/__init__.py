@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "prepare": ("milepost.cli.prepare:prepare", "Fetch a run's model and data, and try its reward."),
     "plan": ("milepost.cli.plan:plan", "Show the resolved run, and start nothing."),
     "config": ("milepost.cli.config:config", "Show a composed run config, or the schema of all."),
+    "doctor": ("milepost.cli.doctor:doctor", "Check versions, GPUs and the machine; say what to do."),
     "plugins": ("milepost.cli.plugins:plugins", "See which plugins are installed and what they provide."),
 }
 """Name to (module:attribute, one line of help)."""
