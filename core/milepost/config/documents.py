@@ -20,6 +20,11 @@ Value: TypeAlias = "dict[str, Node] | list[Node] | str | int | float | bool | No
 
 SET = "--set"
 
+MAX_DEPTH = 100
+"""Levels of mappings and lists a run config may have."""
+MAX_VALUES = 100_000
+"""Values a run config may have, those repeated through YAML anchors included: they multiply without effort."""
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -86,25 +91,40 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 _PLAIN = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 Report: TypeAlias = Callable[[Problem], None]
 
 
+class _TooMuchError(yaml.MarkedYAMLError):
+    """A document that is valid YAML, but deeper or larger than any run config."""
+
+
 class _Reader:
-    """Turns a composed YAML document into nodes, reporting what a run config may not contain."""
+    """Turns a composed YAML document into nodes, reporting what a run config may not contain.
+
+    Raises _TooMuchError beyond MAX_DEPTH and MAX_VALUES.
+    """
 
     def __init__(self, loader: _Loader, origin: Callable[[yaml.Node], str], report: Report) -> None:
         self.loader = loader
         self.origin = origin
         self.report = report
         self.open: list[yaml.Node] = []
+        self.count = 0
 
     def read(self, node: yaml.Node, path: str = "") -> Node:
         origin = self.origin(node)
         if any(node is parent for parent in self.open):
             self.report(Problem(path, "refers to itself through a YAML anchor; write the value out", origin))
             return Node(None, origin)
+        self.count += 1
+        if len(self.open) == MAX_DEPTH:
+            raise _TooMuchError(problem=_TOO_DEEP, problem_mark=node.start_mark)
+        if self.count > MAX_VALUES:
+            what = f"more than {MAX_VALUES} values, repeated ones included"
+            raise _TooMuchError(problem=what, problem_mark=node.start_mark)
         self.open.append(node)
         try:
             return Node(self._value(node, path), origin)
@@ -196,6 +216,9 @@ def _read_text(text: str, origin: Callable[[yaml.Node], str], shown: str, report
     except yaml.YAMLError as error:
         report(_syntax_problem(error, shown))
         return None
+    except RecursionError:
+        report(Problem("", _TOO_DEEP, shown))
+        return None
     assert isinstance(node.value, dict)
     # A section whose lines are all commented out reads as null: nothing was given.
     sections = {key: Node({}, child.origin) if child.value is None else child for key, child in node.value.items()}
@@ -205,6 +228,8 @@ def _read_text(text: str, origin: Callable[[yaml.Node], str], shown: str, report
 def _syntax_problem(error: yaml.YAMLError, shown: str) -> Problem:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
+        if isinstance(error, _TooMuchError):
+            return Problem("", f"not a run config: {error.problem}", f"{shown}:{mark.line + 1}")
         what = " ".join(part for part in (error.context, error.problem) if part)
         if error.context_mark is not None and error.context_mark.line != mark.line:
             what += f" (it begins on line {error.context_mark.line + 1})"
@@ -225,6 +250,9 @@ def read_sets(sets: tuple[str, ...], report: Report) -> Node:
             loader = _Loader(text)
             document = loader.get_single_node()
             value = Node(None, SET) if document is None else _Reader(loader, lambda _: SET, report).read(document, key)
+        except RecursionError:
+            report(Problem(key, _TOO_DEEP, SET))
+            continue
         except yaml.YAMLError as error:
             what = getattr(error, "problem", None) or " ".join(str(error).split())
             report(Problem(key, f"the value {text!r} is not valid YAML: {what}; quote it if it is text", SET))

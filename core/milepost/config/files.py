@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,8 @@ from milepost.errors import Problem
 
 MODEL_FOLDERS = ("model.path", "reference.path", "teacher.path", "critic.init_from")
 """Hugging Face checkpoint folders."""
+MAX_SHOWN = 200
+"""Characters of a path that a message shows."""
 
 
 def resolve_path(text: str, base_dir: Path) -> Path:
@@ -70,12 +73,18 @@ def missing_files(
     sections: Mapping[str, Any] | RunConfig, base_dir: Path, origin: Callable[[str], str]
 ) -> list[Problem]:
     """Return a problem for every input file or folder that does not exist."""
+    looks: list[tuple[str, str, Callable[[], str | None]]] = []
+    looks += ((path, text, partial(_missing_model, path, text, base_dir)) for path, text in model_paths(sections))
+    looks += ((path, src.place, partial(_unusable_source, src, base_dir)) for path, src in data_sources(sections))
     problems = []
-    for path, text in model_paths(sections):
-        if message := _missing_model(path, text, base_dir):
-            problems.append(Problem(path, message, origin(path)))
-    for path, source in data_sources(sections):
-        if message := _unusable_source(source, base_dir):
+    for path, text, look in looks:
+        try:
+            message = look()
+        except OSError as error:
+            # A name no file can have, or a folder that may not be looked into.
+            shown = repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
+            message = f"{shown} was given, which cannot be looked up: {error.strerror or error}"
+        if message:
             problems.append(Problem(path, message, origin(path)))
     return problems
 

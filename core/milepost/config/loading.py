@@ -100,7 +100,9 @@ def load_config(
         chooser = Chooser(registry, validator)
         chooser.choose(sections)
         chosen, derived = chooser.chosen, chooser.derived
-    problems += validator.problems
+    # What could not be read stands in the tree as null: what validation says about that is no news.
+    unread = {problem.path for problem in problems}
+    problems += [problem for problem in validator.problems if problem.path not in unread]
     if problems or registry is None:
         raise ConfigError([*problems, *missing_files(sections, base_dir, tree.origin_of)])
     config = RunConfig.model_validate(sections)

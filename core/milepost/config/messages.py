@@ -125,15 +125,13 @@ class Validator:
         `known` are further keys that are valid beside the model's own; `inherited` ends messages about keys, and says
         whose options they are.
         """
-        truths = _truths(model, data, path)
-        for wrong in truths:
-            self.report(wrong, "expected a number, got true or false")
+        truths = set(_truths(model, data, path))
+        findings: list[ErrorDetails] = []
+        built = None
         try:
             built = model.model_validate(data)
         except ValidationError as error:
             findings = error.errors(include_url=False)
-        else:
-            return None if truths else built
         groups: dict[tuple[str | int, ...], list[tuple[bool, ErrorDetails]]] = {}
         for finding in findings:
             place, branched = _place(finding, data)
@@ -142,6 +140,10 @@ class Validator:
             below = path
             for key in place:
                 below = join(below, str(key))
+            if below in truths:
+                if group[0][1]["type"] not in _EXPECTED:
+                    continue  # `must be greater than 1, got true`: that it is no number comes first
+                truths.remove(below)
             unknown = [finding for _, finding in group if finding["type"] == "extra_forbidden"]
             if unknown:
                 names = {*fields_at(model, place[:-1]), *(known if len(place) == 1 else ())}
@@ -154,7 +156,9 @@ class Validator:
                 self.report(below, f"required, but not given{about}")
             else:
                 self.report(below, _sentence([finding for _, finding in group]))
-        return None
+        for wrong in sorted(truths):
+            self.report(wrong, "expected a number, got true or false")
+        return None if findings or truths else built
 
 
 def _truths(model: type[BaseModel], data: Any, path: str) -> list[str]:

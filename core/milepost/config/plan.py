@@ -169,12 +169,15 @@ def _ask_components(plan: Plan, loaded: Loaded) -> None:
 def _read_model(loaded: Loaded, found: rules.Findings) -> tuple[Choice | None, ModelLayout | None]:
     """Read the checkpoint's `config.json` and find the recipe that serves its architecture."""
     section = loaded.config.model
-    path = resolve_model(section.path, loaded.base_dir) / "config.json"
-    if not path.is_file():
-        # Reported with the other missing files; a recipe named by the run config can still be looked up.
+    if any(problem.path == "model.path" for problem in found.problems):
+        # Reported with the other missing files.
         return None, None
+    path = resolve_model(section.path, loaded.base_dir) / "config.json"
     try:
         model_config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        found.problem("model.path", f"{path} cannot be read: {error.strerror or error}")
+        return None, None
     except ValueError as error:
         found.problem("model.path", f"{path} is not JSON: {error}")
         return None, None
