@@ -18,6 +18,7 @@ from milepost.rollout.sglang import pool as pools
 from milepost.rollout.sglang.engine import SGLangEngine
 from milepost.rollout.sglang.pool import EnginePool, PoolSender
 from milepost.samples import Sample, Status
+from milepost.weights.sglang import EngineGone
 from milepost.weights.transport import PushReport
 from sglang_helpers import task
 
@@ -315,7 +316,7 @@ def test_abort_reaches_requests_that_wait_for_an_engine() -> None:
             return await made.refill(index)
 
         made.pool.refill = slowly
-        made.servers[0].delay = 5.0
+        made.servers[0].delay = 0.5
         work = [asyncio.ensure_future(made.ask(group)) for group in range(3)]
         await asyncio.sleep(0.05)
         await made.servers[0].die()
@@ -348,6 +349,31 @@ def test_a_push_fences_and_only_a_whole_one_serves() -> None:
         assert PoolSender(Whole(), made.pool).push(5, source=None).engines == (0, 1)  # type: ignore[arg-type]
         assert made.pool.version == 5
         assert (await made.ask(0)).versions[-1] == 5
+
+    with_pool(2, test)
+
+
+def test_an_engine_that_dies_in_a_push_is_left_out_and_refilled_alone() -> None:
+    async def test(made: Fixture) -> None:
+        class Dying:
+            def push(self, version: int, source: object, engines: Any = None) -> PushReport:
+                if 1 in engines:
+                    raise EngineGone(made.servers[1].endpoint, "it is gone")
+                for index in engines:
+                    made.servers[index].version = version
+                return PushReport(version, 10, 0.1, tuple(engines))
+
+        await made.pool.sleep(("weights", "kv_cache"))
+        await made.pool.wake(("weights",))
+        report = PoolSender(Dying(), made.pool).push(4, source=None)  # type: ignore[arg-type]
+        assert report.engines == (0,)
+        assert made.pool.version == 4
+        assert made.servers[1].starts == 1  # memory is the trainer's until the pool is awake
+        await made.pool.wake(("kv_cache",))
+        assert (await made.ask(0)).versions[-1] == 4
+        while made.refills != [1] or not made.pool.engines[1].serving:
+            await asyncio.sleep(0.01)
+        assert [engine.version for engine in made.pool.engines] == [4, 4]
 
     with_pool(2, test)
 

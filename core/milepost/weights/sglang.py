@@ -13,6 +13,7 @@ little-endian, and the message in UTF-8.
 from __future__ import annotations
 
 import base64
+import http.client
 import io
 import json
 import urllib.error
@@ -39,6 +40,14 @@ FENCED: Final = "fenced"
 
 # The path of the function is wire format: SGLang finds it by this name.
 LOADER: Final = "milepost.rollout.sglang.receiver.load"
+
+
+class EngineGone(TransportError):  # noqa: N818 it names what happened
+    """An engine's server did not answer: it died, or hangs. It did not refuse anything."""
+
+    def __init__(self, endpoint: str, message: str) -> None:
+        super().__init__(message)
+        self.endpoint = endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +232,7 @@ _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def request(endpoint: str, path: str, body: Mapping[str, Any], timeout: float) -> bytes:
     """Post JSON and return the answer.
 
-    Raises TransportError if the server does not answer within `timeout` seconds, is gone, or says no.
+    Raises EngineGone if the server does not answer within `timeout` seconds, TransportError if it says no.
     """
     message = urllib.request.Request(
         endpoint + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
@@ -235,8 +244,9 @@ def request(endpoint: str, path: str, body: Mapping[str, Any], timeout: float) -
     except urllib.error.HTTPError as error:
         said = error.read().decode("utf-8", errors="replace")[:2000]
         raise TransportError(f"{path} of the engine at {endpoint} failed with status {error.code}: {said}") from error
-    except OSError as error:
-        raise TransportError(
+    except (OSError, http.client.HTTPException) as error:
+        raise EngineGone(
+            endpoint,
             f"the engine at {endpoint} did not answer {path} (limit {timeout:.0f} s): {error!r}; it is fenced until a "
-            "whole push has gone through"
+            "whole push has gone through",
         ) from error

@@ -11,6 +11,7 @@ from milepost.errors import RunError, TransportError
 from milepost.rollout.engine import MemoryTag, SamplingParams
 from milepost.rollout.sglang.engine import EngineLost, SGLangEngine, make_sample
 from milepost.samples import Sample, Status, Task
+from milepost.weights.sglang import EngineGone
 from milepost.weights.transport import PushReport, Sender, WeightSource
 
 Refill = Callable[[int], Awaitable[PushReport]]
@@ -117,6 +118,14 @@ class EnginePool:
         for index in engines:
             self.engines[index].committed(version)
         self._pulse()
+
+    def gone(self, endpoint: str, error: BaseException) -> None:
+        """Note that the engine at an endpoint died in a push. Raises `error` if the pool has none there to lose."""
+        for engine in self.engines:
+            if engine.endpoint == endpoint and engine.index not in self._lost:
+                self._lose(engine.index, error)
+                return
+        raise error
 
     # Control
 
@@ -307,11 +316,20 @@ class PoolSender:
         self._pool = pool
 
     def push(self, version: int, source: WeightSource, engines: Collection[int] | None = None) -> PushReport:
-        """Fence, push, serve. Raises TransportError if an engine did not commit; those engines stay fenced."""
-        present = self._pool.fence(engines)
-        report = self._sender.push(version, source, present)
-        self._pool.committed(version, report.engines)
-        return report
+        """Fence, push, serve.
+
+        An engine that dies meanwhile is left out, to be replaced and refilled alone. Raises TransportError if one that
+        lives did not commit; the engines then stay fenced.
+        """
+        while True:
+            present = self._pool.fence(engines)
+            try:
+                report = self._sender.push(version, source, present)
+            except EngineGone as error:
+                self._pool.gone(error.endpoint, error)
+                continue
+            self._pool.committed(version, report.engines)
+            return report
 
 
 async def _together(work: Any) -> None:
