@@ -13,7 +13,9 @@ OURS = [record for record in REGISTRY.plugins if record.distribution == "milepos
 COMPONENTS = [item for record in OURS for item in record.components]
 OPTIONS: dict[str, dict[str, Any]] = {
     "python": {"function": "math_for_checks:length"},
-    "mix": {"parts": {"right": {"name": "deepscaler"}, "shape": {"name": "format", "pattern": "<think>.*</think>"}}},
+    "mix": {
+        "parts": {"right": {"name": "deepscaler"}, "shape": {"name": "format", "options": {"pattern": "</think>"}}}
+    },
     "format": {"pattern": "^<think>.*</think>"},
 }
 """Options of the components that have no defaults for all of them."""

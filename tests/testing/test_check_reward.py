@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from milepost.components import Component, NoOptions, Options, RewardTraits
 from milepost.testing import check_reward
+from pydantic import Field
 
 GROUP = RewardTraits(scope="group")
 FREE = RewardTraits(needs_label=False)
@@ -137,7 +138,7 @@ def test_a_reward_built_anew_must_score_the_same() -> None:
 
 def test_options_must_survive_the_way_to_a_worker() -> None:
     class Local(Options):
-        table: Any = {1: 2}
+        table: dict[Any, Any] = Field(default_factory=lambda: {1: 2})
 
     component = Component("inf", Local, RewardTraits(), lambda options: Scorer(lambda sample: 0.0), "Unpicklable.")
     assert {finding.promise for finding in check_reward(component)} == {"picklable options", "options as JSON"}
