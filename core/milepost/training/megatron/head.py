@@ -55,12 +55,14 @@ def vocab_parallel_log_probs(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     first = rank * weight.shape[0]
     own = min(max(vocab_size - first, 0), weight.shape[0])
+    # Ranks take the same chunks, also those that have padding alone.
+    rows = chunk_rows(hidden.shape[0], weight.shape[0], hidden.device, settings)
     if own < weight.shape[0]:
         weight = weight[:own]
     if size == 1:
         return token_log_probs(hidden, weight, targets, settings=settings, entropy=entropy)
     result: tuple[Tensor, Tensor | None] = _VocabParallelHead.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets - first, group, settings, entropy
+        hidden, weight, targets - first, group, settings, entropy, rows
     )
     return result
 
@@ -74,11 +76,17 @@ def _logits(hidden: Tensor, weight: Tensor, settings: HeadSettings) -> Tensor:
 class _VocabParallelHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, group: Any, settings: HeadSettings, entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        group: Any,
+        settings: HeadSettings,
+        entropy: bool,
+        rows: int,
     ) -> tuple[Tensor, Tensor | None]:
         dtype = torch.promote_types(torch.float32, hidden.dtype)
-        count, own = hidden.shape[0], weight.shape[0]
-        rows = chunk_rows(count, max(own, 1), hidden.device, settings)
+        count = hidden.shape[0]
         normalizer = hidden.new_empty(count, dtype=dtype)
         log_probs = torch.empty_like(normalizer)
         entropies = torch.empty_like(normalizer) if entropy else None
@@ -131,7 +139,7 @@ class _VocabParallelHead(torch.autograd.Function):
                 grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 5
 
 
 def _own(targets: Tensor, own: int) -> tuple[Tensor, Tensor]:

@@ -215,7 +215,8 @@ class TrainedRole:
         else:
             if away:
                 # The state comes to exist with the first step. Shares of weights in float32 are the weights themselves.
-                state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+                entries = [e for o in self.optimizer.chained_optimizers for e in o.optimizer.state.values()]
+                state = [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
                 reused = self._optimizer_state
                 self._optimizer_state = HostCopy([*self._optimized(), *state], without=weights, reuse=reused)
             assert self._optimizer_state is not None, "what comes back went away"
