@@ -224,11 +224,11 @@ class Rows:
         else:
             self._last[start:] = tokens
         token_ids, values = tokens.cpu().numpy(), probs.cpu().numpy()
-        if not values.min() > 0.0:  # what was drawn is likelier than 0, unless the logits are NaN
+        if not np.minimum.reduce(values) > 0.0:  # what was drawn is likelier than 0, unless the logits are NaN
             raise RunError("the model's logits are not finite; its weights hold a NaN or an infinity")
         self._tokens[line, start:end] = token_ids
         self._probs[line, start:end] = values
-        suspects = {start + row for row in np.flatnonzero(self._is_stop[token_ids]).tolist()}
+        suspects = {start + row for row in self._is_stop[token_ids].nonzero()[0].tolist()}
         if line >= self._first_end:
             suspects.update(start + row for row in np.flatnonzero(self._ends[start:] <= line).tolist())
         suspects.update(row for row in self._stop_texts if row >= start)

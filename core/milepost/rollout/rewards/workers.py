@@ -181,6 +181,7 @@ class _Driver(threading.Thread):
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
         self._ringer.setblocking(False)
+        self._rung = False
         self._numbers = itertools.count()
         self._flight: dict[int, Call] = {}
         self._progress = 0.0
@@ -189,7 +190,10 @@ class _Driver(threading.Thread):
         self._fruitless = 0
 
     def wake(self) -> None:
-        """End the wait the thread is in."""
+        """End the wait the thread is in; ringing again before it has come to the bell would only cost."""
+        if self._rung:
+            return
+        self._rung = True
         # A full buffer wakes it as well, and after `release` there is nothing to wake.
         with contextlib.suppress(OSError):
             self._ringer.send(b"!")
@@ -344,6 +348,8 @@ class _Driver(threading.Thread):
         with contextlib.suppress(BlockingIOError):
             while self._bell.recv(4096):
                 pass
+        # In this order: who finds the bell rung need not ring, since the thread looks at the queue after this.
+        self._rung = False
 
 
 def _settle(calls: Iterable[Call], answer: Answer | RunError, seconds: float = 0.0) -> None:
