@@ -11,6 +11,7 @@ without milepost's loss, metrics and step. Prints a table and, as the last line,
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -196,6 +197,7 @@ def measure(path: Path, config: dict[str, Any], recompute: str, micro_tokens: in
     finally:
         trainer.close()
         parallel.destroy()
+        gc.collect()
     return result
 
 

@@ -185,7 +185,7 @@ def keep_adam_steps() -> None:
         # One tensor shared by all parameters would be counted up once for each of them.
         for entry in self.optimizer.state.values():
             if isinstance(entry.get("step"), torch.Tensor):
-                entry["step"] = entry["step"].clone()
+                entry["step"] = entry["step"].to(entry["exp_avg"].device, torch.float32, copy=True)
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
     DistributedOptimizer.load_state_dict = load_state_dict

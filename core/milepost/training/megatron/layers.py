@@ -25,16 +25,20 @@ from milepost.training.megatron.rows import Attendance
 
 @dataclass
 class RowParams(PackedSeqParams):  # type: ignore[misc]
-    """What Megatron hands to every layer about a row; `qkv_format` stays None, so that it rotates token by token."""
+    """What Megatron hands to every layer about a row."""
 
     attendance: Attendance | None = None
+    rotation: Rotation | None = None
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention within each sample of a row, under context parallelism too.
+    """Causal attention within each sample of a row, under context parallelism too; it rotates queries and keys first.
 
-    There keys and values are gathered over the ranks, and each of the two chunks of a sample attends to what comes
-    before it. On a GPU in 16-bit precision `torch.nn.attention.varlen` does the work, elsewhere
+    Megatron's own rotary embedding would retype some numbers of a `config.json`, make cosines and sines anew in every
+    layer, and rotate in eight passes over memory.
+
+    Under context parallelism keys and values are gathered over the ranks, and each of the two chunks of a sample
+    attends to what comes before it. On a GPU in 16-bit precision `torch.nn.attention.varlen` does the work, elsewhere
     `scaled_dot_product_attention`.
     """
 
@@ -67,11 +71,14 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Attend: query [T, 1, Hq, D], key and value [T, 1, Hk, D] to [T, 1, Hq x D].
 
-        Raises ValueError if the row does not come with its attendance, or a mask or bias does.
+        Raises ValueError if the row does not come with its attendance and rotation, or a mask or bias does.
         """
         attendance = None if packed_seq_params is None else packed_seq_params.attendance
-        if attendance is None or attention_mask is not None or attention_bias is not None:
-            raise ValueError("a row comes with RowParams(attendance=...) and without mask or bias")
+        rotation = None if packed_seq_params is None else packed_seq_params.rotation
+        if attendance is None or rotation is None or attention_mask is not None or attention_bias is not None:
+            raise ValueError("a row comes with RowParams(attendance=..., rotation=...) and without mask or bias")
+        turn = rotate_fused if query.is_cuda else rotate
+        query, key = (turn(x, rotation.cosines, rotation.sines) for x in (query, key))
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if attendance.halves is None:
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
@@ -114,29 +121,30 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class Rotation(nn.Module):
-    """The angles of a row's tokens, in the place of Megatron's rotary embedding.
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosines and sines of a row's angles, each [T, 1, 1, D] float32."""
 
-    The frequencies are those of the checkpoint's `config.json`, scaling included, as the local engine has them;
-    Megatron would retype some of their numbers.
-    """
+    cosines: Tensor
+    sines: Tensor
 
-    def __init__(self, inverse_frequencies: Tensor) -> None:
-        super().__init__()
-        self.inverse_frequencies = inverse_frequencies
-        """[D / 2] float32; not a buffer, so that no cast to bfloat16 reaches it."""
+    @classmethod
+    def of(cls, positions: Tensor, inverse_frequencies: Tensor) -> Rotation:
+        """Make them of positions [T] and inverse frequencies [D / 2] float32."""
+        angles = positions.float().unsqueeze(1) * inverse_frequencies
+        angles = torch.cat([angles, angles], 1)[:, None, None]
+        return cls(angles.cos(), angles.sin())
 
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> RowParams:
-        """Return what `forward` needs; Megatron asks for a length here and hands the answer on."""
-        params: RowParams = args[4]
-        return params
 
-    def forward(self, params: RowParams, **kwargs: Any) -> Tensor:
-        """Return the angles [T, 1, 1, D] float32."""
-        assert params.attendance is not None, "rows come with their attendance"
-        positions = params.attendance.positions
-        angles = positions.float().unsqueeze(1) * self.inverse_frequencies.to(positions.device)
-        return torch.cat([angles, angles], 1)[:, None, None]
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotate x [T, 1, heads, D], its halves being the two coordinates (arXiv 2104.09864), in float32 at least."""
+    wide = x.to(torch.promote_types(torch.float32, x.dtype))
+    first, second = wide.chunk(2, -1)
+    return (wide * cosines + torch.cat([-second, first], -1) * sines).to(x.dtype)
+
+
+rotate_fused = torch.compile(rotate, dynamic=True)
+"""One kernel in place of eight; compiled on first use."""
 
 
 def layer_spec(config: Any) -> ModuleSpec:

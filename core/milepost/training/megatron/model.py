@@ -127,10 +127,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             pre_process=pre_process,
             post_process=post_process,
             share_embeddings_and_output_weights=tied,
-            position_embedding_type="rope",
+            position_embedding_type="none",
             vp_stage=vp_stage,
         )
-        self.rotary_pos_emb = Rotation(description.inverse_frequencies)
+        self.inverse_frequencies = description.inverse_frequencies
+        """[D / 2] float32; not a buffer, so that no cast to bfloat16 reaches it."""
         self.real_vocab_size = description.vocab_size
         self.value_head = value_head is not None
         if value_head is not None and post_process:
@@ -186,7 +187,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
 def run_row(model: nn.Module, row: Row) -> Tensor:
     """Run a row through a `PolicyModel` or what wraps one."""
-    hidden: Tensor = model(row.tokens, None, None, packed_seq_params=RowParams(attendance=row.attendance))
+    attendance = row.attendance
+    frequencies = unwrap(model).inverse_frequencies.to(attendance.positions.device)
+    rotation = Rotation.of(attendance.positions, frequencies)
+    params = RowParams(attendance=attendance, rotation=rotation)
+    hidden: Tensor = model(row.tokens, None, None, packed_seq_params=params)
     return hidden
 
 

@@ -135,6 +135,11 @@ class TrainedRole:
             ),
             self.wrapped,
         )
+        if distributed:
+            for optimizer in self.optimizer.chained_optimizers:
+                # A third of the time of the default, which goes over memory several times.
+                for group in optimizer.optimizer.param_groups:
+                    group["fused"] = True
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
         self._present = set(PARTS)
