@@ -154,7 +154,7 @@ class Run:
             )
         verify(latest)
         state = read_state(latest)
-        self._compare_plugins(state["plugins"])
+        self._compare_plugins(state["plugins"], latest)
         self.trainer.load(latest / "trainer")
         self.progress = Progress(**state["progress"])
         self.parts.prompts.load_state_dict(self.progress.data)
@@ -166,9 +166,19 @@ class Run:
         self.tracker.say(f"resuming after rollout {self.progress.index} from {latest}")
         return self.progress.index
 
-    def _compare_plugins(self, recorded: Mapping[str, str]) -> None:
-        for difference in registry.current().differences(recorded):
-            self.tracker.say(f"warning: {difference}")
+    def _compare_plugins(self, recorded: Mapping[str, str], checkpoint: Path) -> None:
+        """Raise CheckpointError if a checkpoint was made with other plugins than are loaded; warn if that is allowed."""
+        differences = registry.current().differences(recorded)
+        if not differences:
+            return
+        listing = "\n".join(f"  {difference}" for difference in differences)
+        message = f"{checkpoint} was made with other plugins (there) than are loaded now (here):\n{listing}"
+        if not self.plan.config.checkpoint.allow_other_plugins:
+            raise CheckpointError(
+                f"{message}\nThe run would not go on as it began. Install what it was made with, or accept the "
+                "difference with --set checkpoint.allow_other_plugins=true"
+            )
+        self.tracker.say(f"warning: {message}")
 
     def is_finished(self, index: int) -> bool:
         """Whether the run had already ended after rollout `index`, its last."""

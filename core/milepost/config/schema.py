@@ -394,6 +394,8 @@ class CheckpointSection(Section):
     """Go on from the run folder's last checkpoint: if there is one, or it is an error, or never."""
     init_from: str | None = None
     """Start weights from another run's checkpoint; not a resume."""
+    allow_other_plugins: bool = False
+    """Resume also where plugin distributions or their versions differ from the checkpoint's, which it lists."""
 
 
 class EvalDataset(DatasetFields):

@@ -43,7 +43,7 @@ def new_plugin(kind: Kind, name: str, out: Path, *, registry: Registry, config: 
         raise PluginError(f"{out} exists and is not an empty folder; choose another with --out")
     if (kind == "model") != (config is not None):
         what = (
-            "a model recipe is made from a checkpoint's config.json" if kind == "model" else f"a {kind} has no config"
+            "a model recipe is made from a checkpoint's config.json" if kind == "model" else f"{_a(kind)} has no config"
         )
         raise PluginError(f"{what}; {'give it with --config PATH' if kind == 'model' else 'leave --config out'}")
     values = {
@@ -51,8 +51,8 @@ def new_plugin(kind: Kind, name: str, out: Path, *, registry: Registry, config: 
         "MODULE": module,
         "CLASS": "".join(part.capitalize() for part in module.split("_")),
         "KIND": kind,
-        "ARTICLE": "An" if kind[0] in "aeiou" else "A",
-        "A_KIND": f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}",
+        "ARTICLE": _a(kind).partition(" ")[0].capitalize(),
+        "A_KIND": _a(kind),
         "VERSION": __version__,
         "USE": _USE[kind].replace("@MODULE@", module),
     }
@@ -70,6 +70,10 @@ def new_plugin(kind: Kind, name: str, out: Path, *, registry: Registry, config: 
     return sorted(written)
 
 
+def _a(kind: Kind) -> str:
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
 def _check_name(kind: Kind, name: str, module: str, registry: Registry) -> None:
     if not NAME.fullmatch(name) or keyword.iskeyword(module):
         raise PluginError(
@@ -79,7 +83,7 @@ def _check_name(kind: Kind, name: str, module: str, registry: Registry) -> None:
     if module in registry.names(kind):
         origin = registry.get(kind, module).origin
         raise PluginError(
-            f"there is a {kind} {module!r} already, from {origin}; two of one name conflict: choose another"
+            f"there is {_a(kind)} {module!r} already, from {origin}; two of one name conflict: choose another"
         )
     if module in sys.stdlib_module_names or find_spec(module) is not None:
         raise PluginError(f"there is a module {module!r} already in this environment; choose another name")
