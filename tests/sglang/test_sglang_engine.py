@@ -46,7 +46,8 @@ def send(served: Served, weights: Tensors, verify: bool = True) -> int:
 
 @pytest.fixture
 def ready(served: Served, model: Any) -> Served:
-    """The engine with the checkpoint's weights."""
+    """The engine with the checkpoint's weights, and nothing left of the test before."""
+    served.run(served.engine.abort())
     send(served, weights_of(model))
     return served
 
@@ -231,7 +232,7 @@ def test_abort_while_paused_ends_what_runs_and_what_waits(ready: Served) -> None
 
 def test_a_cancelled_request_leaves_the_server(ready: Served) -> None:
     async def cancelled() -> None:
-        work = await begin(ready, 4)
+        work = await begin(ready, 32)
         for one in work:
             one.cancel()
         await asyncio.gather(*work, return_exceptions=True)
@@ -244,10 +245,10 @@ def test_a_cancelled_request_leaves_the_server(ready: Served) -> None:
 
 def test_sleep_fences_and_a_push_after_the_wake_serves_again(ready: Served, model: Any) -> None:
     async def sleep() -> None:
-        work = await begin(ready, 4)
-        with pytest.raises(RuntimeError, match="while 4 requests are pending"):
+        work = await begin(ready, 32)  # some end before they are aborted, never all of them
+        with pytest.raises(RuntimeError, match=r"while \d+ requests are pending"):
             await ready.engine.sleep(("weights",))
-        with pytest.raises(RuntimeError, match="a weight push while 4 requests are pending"):
+        with pytest.raises(RuntimeError, match=r"a weight push while \d+ requests are pending"):
             ready.engine.fence()
         await ready.engine.abort()
         await asyncio.gather(*work)

@@ -28,8 +28,8 @@ STAND_INS = ("IPython", "sgl_kernel", "torchvision")
 
 TAIL_LINES = 20
 POLL_SECONDS = 0.25
-TERM_SECONDS = 5.0
-"""How long a server may take to leave by itself before its process group is killed."""
+TERM_SECONDS = 10.0
+"""How long a server may take to leave by itself before its group is killed; SGLang drains requests for 5."""
 
 
 class Server(Protocol):
