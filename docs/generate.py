@@ -1,4 +1,4 @@
-"""Write the pages of the guide that the code knows best: configuration.md and metrics.md.
+"""Write the pages of the guide that the code knows best: configuration.md, metrics.md and plugins/reference.md.
 
 python docs/generate.py            write them
 python docs/generate.py --check    exit 1 if one is out of date, write nothing
@@ -7,6 +7,8 @@ python docs/generate.py --check    exit 1 if one is out of date, write nothing
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +16,13 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
+from milepost import hookspecs
+from milepost.components import KERNEL_KEYS, TRAITS, attribute_docs
 from milepost.config.schema import ComponentSection, RunConfig, Section
+from milepost.discovery import HOOKS
+from milepost.registry import Provided, Registry
 from milepost.tracking.catalogue import render_markdown
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 DOCS = Path(__file__).resolve().parent
@@ -46,6 +53,15 @@ METRICS = f"""\
 
 Every metric goes to stdout, to `metrics.jsonl` in the run folder, and to wandb and TensorBoard when asked.
 
+"""
+
+REFERENCE = f"""\
+{NOTICE}
+
+# Plugin reference
+
+A plugin is a module with hooks, named in the entry-point group `milepost`. Every hook takes no argument and returns an
+iterable of `milepost.Component(name, options, traits, build, summary)`.
 """
 
 
@@ -117,9 +133,98 @@ def configuration() -> str:
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 
+def plain_type(annotation: Any) -> str:
+    """An annotation as it is written, for readers of Python."""
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return text.replace("typing.", "")
+
+
+def hook_lines(hook: str) -> Iterator[str]:
+    """One hook: its docstring, the traits of its kind, and the section keys that are the kernel's."""
+    kind = HOOKS[hook]
+    summary, _, rest = inspect.cleandoc(getattr(hookspecs, hook).__doc__ or "").partition("\n\n")
+    yield f"\n## {hook}\n"
+    yield f"{summary}\n"
+    yield rest.replace("Example::", "Example:")
+    traits = TRAITS[kind]
+    yield f"\n### {traits.__name__}\n"
+    yield f"{inspect.cleandoc(traits.__doc__ or '')}\n"
+    yield "| trait | type | default | meaning |"
+    yield "|---|---|---|---|"
+    described = attribute_docs(traits)
+    for field in dataclasses.fields(traits):
+        default = "required"
+        if field.default is not dataclasses.MISSING:
+            shown = sorted(field.default) if isinstance(field.default, frozenset) else field.default
+            default = f"`{shown!r}`"
+        elif field.default_factory is not dataclasses.MISSING:
+            default = "`{}`"
+        meaning = " ".join(described.get(field.name, "").split())
+        cells = (f"`{field.name}`", f"`{plain_type(field.type)}`", default, meaning)
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    keys = sorted(KERNEL_KEYS[kind])
+    if keys:
+        yield f"\nKeys that no options of this kind may define: {', '.join(f'`{key}`' for key in keys)}."
+
+
+def option_rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """One row for each option; those of a nested model follow it."""
+    model.model_rebuild()
+    for name, field in model.model_fields.items():
+        meaning = " ".join((field.description or "").split())
+        default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
+        cells = (f"`{prefix}{name}`", f"`{plain_type(field.annotation)}`", default, meaning)
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        for nested in nested_models(field.annotation):
+            yield from option_rows(
+                nested, f"{prefix}{name}.NAME." if nested is not field.annotation else f"{prefix}{name}."
+            )
+
+
+def nested_models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The options models that appear within an option's type."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from nested_models(argument)
+
+
+def component_lines(item: Provided) -> Iterator[str]:
+    """One component that ships with milepost: its summary and its options."""
+    yield f"\n### {item.kind} {item.name}\n"
+    yield item.component.summary
+    rows = list(option_rows(item.component.options))
+    if rows:
+        yield "\n| option | type | default | meaning |"
+        yield "|---|---|---|---|"
+        yield from rows
+
+
+def shipped() -> list[Provided]:
+    """Every component that ships with milepost, by kind and name."""
+    records = Registry.load().plugins
+    found = [item for record in records if record.distribution == "milepost" for item in record.components]
+    return sorted(found, key=lambda item: (list(HOOKS.values()).index(item.kind), item.name))
+
+
+def reference() -> str:
+    """The reference for authors of plugins: every hook, trait and option."""
+    lines = [REFERENCE]
+    for hook in HOOKS:
+        lines += hook_lines(hook)
+    lines.append("\n## What ships with milepost")
+    for item in shipped():
+        lines += component_lines(item)
+    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
 def pages() -> dict[str, str]:
     """File name and content of each generated page."""
-    return {"configuration.md": configuration(), "metrics.md": METRICS + render_markdown()}
+    return {
+        "configuration.md": configuration(),
+        "metrics.md": METRICS + render_markdown(),
+        "plugins/reference.md": reference(),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

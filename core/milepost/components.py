@@ -50,13 +50,13 @@ class Options(BaseModel):
         for owner in cls.__mro__:
             undescribed = [name for name, info in cls.model_fields.items() if info.description is None]
             if undescribed and "__annotations__" in vars(owner) and issubclass(owner, Options):
-                documented = _attribute_docs(owner)
+                documented = attribute_docs(owner)
                 for name in documented.keys() & undescribed:
                     cls.model_fields[name].description = documented[name]
         return handler(source)
 
 
-def _attribute_docs(owner: type) -> dict[str, str]:
+def attribute_docs(owner: type) -> dict[str, str]:
     """Return the string below each annotated attribute in the source of a class; nothing where there is no source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
@@ -83,6 +83,7 @@ class AlgorithmTraits:
     advantage_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of that default estimator, overridden by the run config's."""
     aggregation: Aggregation = "sample_mean"
+    """How token losses become one where the run config does not say."""
     critic: bool = False
     """Needs a value network."""
     reference: bool = False
@@ -109,6 +110,7 @@ class AdvantageTraits:
     returns: bool = False
     """Also gives returns, which a critic is trained on."""
     check: Callable[[Plan, Any], Iterable[str]] | None = None
+    """`check(plan, options)` yields one message per thing the estimator cannot work with."""
 
     def reads(self, options: Any) -> frozenset[AdvantageInput]:
         """Return everything that the estimator reads with these options."""
@@ -122,7 +124,9 @@ class RewardTraits:
     scope: Literal["sample", "group"] = "sample"
     """Whether it scores samples one by one (`score`) or a whole group at once (`score_group`)."""
     needs_label: bool = True
+    """Compares with the label, so that data without one is refused."""
     check: Callable[[Plan, Any], Iterable[str]] | None = None
+    """`check(plan, options)` yields one message per thing the reward cannot work with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +164,11 @@ class TransportTraits:
     """What planning needs to know of a weight transport."""
 
     colocated: Literal["required", "forbidden", "either"] = "either"
+    """Whether engines and trainer share their GPUs: must, may not, or may."""
     tensors: Literal["full", "shards"] = "full"
     """What it asks of the weight source: whole Hugging Face tensors or shards of them."""
     check: Callable[[Plan, Any], Iterable[str]] | None = None
+    """`check(plan, options)` yields one message per thing the transport cannot work with."""
 
 
 Traits = AlgorithmTraits | AdvantageTraits | RewardTraits | ModelTraits | TransportTraits
