@@ -16,7 +16,9 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
 BIN := $(VENV)/bin
-SETUP := pyproject.toml constraints.txt scripts/setup.py
+SETUP := pyproject.toml constraints.txt scripts/setup.py scripts/install_sglang_cpu.sh
+# What the tests run for real, beside torch; SGLang has an installation of its own for CPUs.
+TEST_EXTRAS := torch,data,ray,megatron,wandb,tensorboard
 CHECKED := core plugins tests examples scripts docs benchmarks
 
 .DEFAULT_GOAL := help
@@ -63,5 +65,6 @@ $(VENV)/.quickstart: $(SETUP)
 
 $(VENV)/.dev: $(SETUP)
 	@test -n "$(PYTHON)" || { echo "milepost needs Python 3.11 or newer, and none was found; make PYTHON=/path/to/python3"; exit 1; }
-	$(PYTHON) scripts/setup.py --venv $(VENV) --extras torch --dev --torch-index $(TORCH_INDEX)
+	$(PYTHON) scripts/setup.py --venv $(VENV) --extras $(TEST_EXTRAS) --dev --torch-index $(TORCH_INDEX)
+	scripts/install_sglang_cpu.sh $(BIN)/python
 	@touch $(VENV)/.quickstart $@
