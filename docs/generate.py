@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from milepost import hookspecs
+from milepost.cli.plugins import type_text as option_type
 from milepost.components import KERNEL_KEYS, TRAITS, attribute_docs
 from milepost.config.schema import ComponentSection, RunConfig, Section
 from milepost.discovery import HOOKS
@@ -173,7 +174,7 @@ def option_rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         meaning = " ".join((field.description or "").split())
         default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
-        cells = (f"`{prefix}{name}`", f"`{plain_type(field.annotation)}`", default, meaning)
+        cells = (f"`{prefix}{name}`", f"`{option_type(field.annotation, field.metadata)}`", default, meaning)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         for nested in nested_models(field.annotation):
             yield from option_rows(

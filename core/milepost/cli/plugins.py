@@ -121,7 +121,7 @@ def _option_lines(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Name, type, default and meaning of each option; those of a nested model follow it, with a dotted name."""
     model.model_rebuild()  # descriptions and late annotations are filled in when a model is first used
     for name, info in model.model_fields.items():
-        yield f"{prefix}{name}: {_type(info.annotation, info.metadata)}{_default(info)}"
+        yield f"{prefix}{name}: {type_text(info.annotation, info.metadata)}{_default(info)}"
         if info.description:
             yield f"    {' '.join(info.description.split())}"
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
@@ -136,18 +136,18 @@ def _default(info: FieldInfo) -> str:
     return f" = {info.default!r}"
 
 
-def _type(annotation: Any, metadata: Iterable[object] = ()) -> str:
+def type_text(annotation: Any, metadata: Iterable[object] = ()) -> str:
     """A type as one would write it, followed by its limits."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         constraints = [part for part in arguments[1:] for part in (getattr(part, "metadata", None) or [part])]
-        return _type(arguments[0], constraints)
+        return type_text(arguments[0], constraints)
     if origin is Literal:
         text = " | ".join(repr(choice) for choice in arguments)
     elif origin in (Union, UnionType):
-        text = " | ".join(_type(choice) for choice in arguments)
+        text = " | ".join(type_text(choice) for choice in arguments)
     elif arguments:
-        text = f"{getattr(origin, '__name__', origin)}[{', '.join(_type(part) for part in arguments)}]"
+        text = f"{getattr(origin, '__name__', origin)}[{', '.join(type_text(part) for part in arguments)}]"
     elif annotation in (None, type(None)):
         text = "None"
     elif annotation is Ellipsis:
