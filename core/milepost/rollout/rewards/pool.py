@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -225,9 +227,9 @@ class _Workers:
         return ready.scope
 
     def submit(self, calls: Sequence[Call]) -> list[asyncio.Future[tuple[Answer | RunError, float]]]:
-        futures = [asyncio.wrap_future(call.future) for call in calls]
+        answers = _answers_together(calls)
         self._pool.submit(calls)
-        return futures
+        return answers
 
     def close(self) -> None:
         self._pool.close()
@@ -273,6 +275,30 @@ class _Inline:
 
     def close(self) -> None:
         self._reward = None
+
+
+def _answers_together(calls: Sequence[Call]) -> list[asyncio.Future[tuple[Answer | RunError, float]]]:
+    """Return the calls' answers as futures of the running loop, which is woken once when all are there.
+
+    Waking it for each would cost more than most rewards do. What may stop the run is told at once.
+    """
+    loop = asyncio.get_running_loop()
+    futures: list[asyncio.Future[tuple[Answer | RunError, float]]] = [loop.create_future() for _ in calls]
+    left = itertools.count(len(calls) - 1, -1)
+
+    def deliver() -> None:
+        for call, future in zip(calls, futures, strict=True):
+            if call.future.done() and not future.done():
+                future.set_result(call.future.result())
+
+    def answered(settled: Future[tuple[Answer | RunError, float]]) -> None:
+        # From the thread that drives a worker, also when nobody listens any more.
+        if (next(left) == 0 or not isinstance(settled.result()[0], list)) and not loop.is_closed():
+            loop.call_soon_threadsafe(deliver)
+
+    for call in calls:
+        call.future.add_done_callback(answered)
+    return futures
 
 
 def _places(samples: Sequence[Sample], scope: Scope) -> list[list[int]]:
