@@ -1,6 +1,5 @@
 """Golden values 1 to 5 of the formulas, and the vectorised recursion against a plain one in float64."""
 
-
 import pytest
 import torch
 from milepost.functional.gae import discounted_sums, gae, reinforce_returns
