@@ -156,7 +156,11 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     """Write tensors of any shape, dtype and device to a safetensors file.
 
     Tensors that share memory (tied weights, views) are written once for each name.
+
+    Raises:
+        OSError: if the file cannot be written, because the disk is full for example.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     contents: dict[str, Tensor] = {}
@@ -169,7 +173,15 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
             value = value.clone()
         storages.add(value.untyped_storage().data_ptr())
         contents[name] = value
-    save_file(contents, path, dict(metadata) if metadata else None)
+    try:
+        save_file(contents, path, dict(metadata) if metadata else None)
+    except SafetensorError as error:
+        # Its writer knows the reason only as text: "I/O error: No space left on device (os error 28)".
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def load_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:

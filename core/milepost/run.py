@@ -23,7 +23,7 @@ from milepost.checkpoint import CheckpointStore, read_state, save_tensors, verif
 from milepost.cluster.logs import controller_log
 from milepost.cluster.phases import Phase, Phases
 from milepost.config.plan import Plan
-from milepost.errors import CheckpointError, RunError
+from milepost.errors import CheckpointError, ConfigError, Problem, RunError
 from milepost.interrupt import Interrupt
 from milepost.provenance import write_provenance
 from milepost.rollout.generation import Rollout
@@ -102,9 +102,9 @@ class Run:
     async def open(cls, plan: Plan, *, progress: bool) -> AsyncIterator[Run]:
         """Build the plan's parts, start the engine and the reward workers, and take the run folder for this process.
 
-        Raises CheckpointError if another process has the folder.
+        Raises CheckpointError if another process has the folder, ConfigError if there can be no such folder.
         """
-        plan.run_dir.mkdir(parents=True, exist_ok=True)
+        _make_run_dir(plan)
         interrupt = Interrupt()
         with (
             _sole_owner(plan.run_dir),
@@ -112,10 +112,6 @@ class Run:
             interrupt.handling_signals(),
             Tracker(plan.run_dir, config=plan.config, progress=progress) as tracker,
         ):
-            (plan.run_dir / "config.yaml").write_text(
-                yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False), encoding="utf-8"
-            )
-            write_provenance(plan)
             async with assemble(plan) as parts:
                 yield cls(plan, parts, tracker, interrupt)
 
@@ -146,6 +142,7 @@ class Run:
                     "give the run folder of an earlier run, or use resume: auto"
                 )
             self.tracker.truncate({})
+            self._describe()
             return -1
         if resume == "never":
             raise CheckpointError(
@@ -163,11 +160,12 @@ class Run:
             self.tracker.say(f"already finished: all {self.plan.num_rollouts} rollouts are done")
             return self.progress.index
         self.tracker.truncate(self.progress.written)
+        self._describe()
         self.tracker.say(f"resuming after rollout {self.progress.index} from {latest}")
         return self.progress.index
 
     def _compare_plugins(self, recorded: Mapping[str, str], checkpoint: Path) -> None:
-        """Raise CheckpointError if a checkpoint was made with other plugins than are loaded; warn if that is allowed."""
+        """Raise CheckpointError if a checkpoint was made with other plugins than are loaded; warn where allowed."""
         differences = registry.current().differences(recorded)
         if not differences:
             return
@@ -179,6 +177,14 @@ class Run:
                 "difference with --set checkpoint.allow_other_plugins=true"
             )
         self.tracker.say(f"warning: {message}")
+
+    def _describe(self) -> None:
+        """Write down what the run folder's run is from now on: not before it is certain that this run may use it."""
+        (self.plan.run_dir / "summary.json").unlink(missing_ok=True)  # of a shorter run that this one prolongs
+        (self.plan.run_dir / "config.yaml").write_text(
+            yaml.safe_dump(self.plan.config.model_dump(mode="json"), sort_keys=False), encoding="utf-8"
+        )
+        write_provenance(self.plan)
 
     def is_finished(self, index: int) -> bool:
         """Whether the run had already ended after rollout `index`, its last."""
@@ -313,7 +319,10 @@ class Run:
         self.tracker.samples(index, samples, kind=f"eval/{name}")
 
     def summarise(self) -> RunSummary:
-        """Return what came of the run; a finished one is marked so in its folder."""
+        """Return what came of the run; a finished one is marked so in its folder.
+
+        One that was interrupted after its last optimizer step is not: its last evaluation may be missing.
+        """
         evaluations: dict[str, tuple[float, float]] = {}
         for line in self.tracker.lines("eval"):
             for key, value in line.items():
@@ -321,11 +330,23 @@ class Run:
                     name = key.removeprefix("eval/").removesuffix("/accuracy")
                     evaluations[name] = (evaluations.get(name, (value, value))[0], value)
         done = self.progress.index + 1
-        summary = RunSummary(self.plan.run_dir, done, done < self.plan.num_rollouts, evaluations)
+        interrupted = self.interrupted or done < self.plan.num_rollouts
+        summary = RunSummary(self.plan.run_dir, done, interrupted, evaluations)
         if not summary.interrupted:
             text = json.dumps({"num_rollouts": done, "evaluations": evaluations}, indent=2)
             (self.plan.run_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
         return summary
+
+
+def _make_run_dir(plan: Plan) -> None:
+    """Make the run folder if need be. Raises ConfigError if that is not possible."""
+    try:
+        plan.run_dir.mkdir(parents=True, exist_ok=True)
+        (plan.run_dir / ".lock").touch()
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        reason = getattr(error, "strerror", None) or error
+        message = f"nothing can be written into {plan.run_dir}: {reason}; choose another run.dir"
+        raise ConfigError([Problem("run.dir", message, plan.origins.get("run.dir", ""))]) from error
 
 
 @contextmanager

@@ -110,6 +110,12 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokeniz
         backend = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _config_error(f"no tokenizer could be loaded from {folder}: {error}") from error
+    if len(backend) <= len(backend.all_special_ids):
+        # transformers makes an empty tokenizer where it knows the model's kind and finds no vocabulary.
+        raise _config_error(
+            f"the tokenizer in {folder} has no vocabulary; expected tokenizer.json, or the files it is made from "
+            "(vocab.json and merges.txt, or tokenizer.model)"
+        )
     end = _generation_end_ids(folder)
     if backend.eos_token_id is not None:
         end.append(int(backend.eos_token_id))

@@ -76,7 +76,7 @@ class Watch:
         return fresh
 
     def is_saving(self) -> bool:
-        """Whether a save goes on, or was cut off."""
+        """Whether a save of this process goes on, or was cut off."""
         drafts = (self.run_dir / "checkpoints").glob(".rollout-*.saving")
         return any(modified(draft) >= self.since for draft in drafts)
 
@@ -114,22 +114,21 @@ def await_moment(watch: Watch, phase: str, draw: random.Random, length: float) -
     if phase == "startup":
         time.sleep(draw.uniform(0.05, 2.5))
         return watch.process.poll() is None
+    # Some rollouts first, and thereby a save now and then: how far a process gets before it dies should vary.
+    for _ in range(draw.randint(1, 12)):
+        if not watch.until_line("step"):
+            return False
     if phase == "any time":
-        if not watch.until_line("rollout"):
-            return False
         time.sleep(draw.uniform(0.0, 6 * length))
-        return watch.process.poll() is None
-    if phase == "save":
-        found = watch.until(watch.is_saving)
-        time.sleep(draw.uniform(0.0, 0.004))
-        return found
-    # Not always the first one there is: how far a process gets before it dies should vary.
-    following = {"generate": "step", "optimizer": "rollout", "hand over": "step"}[phase]
-    for _ in range(draw.randint(1, 4)):
-        if not watch.until_line(following):
+    elif phase == "save":
+        if not watch.until(watch.is_saving):
             return False
-    time.sleep(draw.uniform(0.0, 0.3 * length))
-    return True
+        time.sleep(draw.uniform(0.0, 0.004))
+    else:
+        if phase != "generate" and not watch.until_line({"optimizer": "rollout", "hand over": "step"}[phase]):
+            return False
+        time.sleep(draw.uniform(0.0, 0.3 * length))
+    return watch.process.poll() is None
 
 
 def what_was_hit(watch: Watch) -> str:
@@ -202,7 +201,7 @@ def main() -> None:
     """Run, kill, resume, compare; print where each kill struck and the verdict."""
     parser = argparse.ArgumentParser(description="kill -9 a run at random moments, resume it, and compare.")
     parser.add_argument("--kills", type=int, default=20, help="times to kill (default 20)")
-    parser.add_argument("--rollouts", type=int, default=0, help="rollouts of the run (default 10 a kill)")
+    parser.add_argument("--rollouts", type=int, default=0, help="rollouts of the run (default 15 a kill)")
     parser.add_argument("--seed", type=int, default=0, help="which moments (default 0)")
     parser.add_argument("--policy", type=Path, help="folder made by examples/quickstart/make.py; default a tiny one")
     parser.add_argument("--keep", type=Path, help="leave everything in this folder, which must not exist")
@@ -218,7 +217,7 @@ def main() -> None:
 def compare(folder: Path, arguments: argparse.Namespace) -> int:
     """Do what `main` says inside a folder; return the exit code."""
     draw = random.Random(arguments.seed)
-    num_rollouts = arguments.rollouts or 10 * arguments.kills
+    num_rollouts = arguments.rollouts or 15 * arguments.kills
     make_project(folder, arguments.policy and arguments.policy.resolve())
     config = write_config(
         folder,

@@ -116,6 +116,10 @@ def main() -> None:
         # Ctrl-C before a command had begun.
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        # The reader (`| head`) has gone: point stdout elsewhere, so that the interpreter's last flush is silent.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence_stdout()
         sys.exit(1)
+
+
+def silence_stdout() -> None:
+    """Point stdout elsewhere when its reader (`| head`) has gone, so that the interpreter's last flush is silent."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
 
-from milepost.cli import INTERRUPTED
+from milepost.cli import INTERRUPTED, silence_stdout
 from milepost.cli.options import config_arguments, load, run_dir_option
+from milepost.errors import RunError
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors that a user can do something about: no space, over a quota or file-size limit, read-only."""
 
 if TYPE_CHECKING:
     from milepost.config.plan import Plan
@@ -63,7 +68,27 @@ def train(
 
 
 def _train(plan: Plan, max_restarts: int, *, progress: bool) -> RunSummary:
-    """Train, and resume from the last checkpoint after a process was lost, so many times at most."""
+    """Train, and resume from the last checkpoint after a process was lost, so many times at most.
+
+    Raises RunError also when the disk is full, or stdout closed.
+    """
+    try:
+        return _restarting(plan, max_restarts, progress=progress)
+    except BrokenPipeError as error:
+        silence_stdout()
+        raise RunError(f"nobody reads stdout any more, so the run stopped; {_again(plan)}") from error
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        where = f"{error.filename}: " if error.filename else f"{plan.run_dir}: "
+        raise RunError(f"{where}{error.strerror}, so the run stopped; make room there. {_again(plan)}") from error
+
+
+def _again(plan: Plan) -> str:
+    return f"What {plan.run_dir} holds is intact: the same command goes on from its last checkpoint"
+
+
+def _restarting(plan: Plan, max_restarts: int, *, progress: bool) -> RunSummary:
     # Everything before this is quick and imports no torch; from here on the run begins.
     from milepost import loop
     from milepost.cluster.failures import WorkerLostError

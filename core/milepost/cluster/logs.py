@@ -86,7 +86,7 @@ def controller_log(run_dir: Path) -> Iterator[None]:
     path = log_folder(run_dir) / "controller.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     stdout, stderr = sys.stdout, sys.stderr
-    with path.open("a", encoding="utf-8", buffering=1) as log:
+    with path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1) as log:
         log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}\n")
         sys.stdout, sys.stderr = _Tee(stdout, log), _Tee(stderr, log)
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -104,8 +105,10 @@ def make_plan(loaded: Loaded) -> Plan:
         of_critic = num_rollouts * batch.steps_per_rollout if roles.critic else None
         rules.check_optimizer(loaded, (num_rollouts - warmup) * batch.steps_per_rollout, of_critic, found)
     run_dir = resolve_path(config.run.dir or f"runs/{loaded.name}", loaded.base_dir)
-    if run_dir.exists() and not run_dir.is_dir():
-        found.problem("run.dir", f"{run_dir} is a file; expected a folder, or nothing yet")
+    # What may not even be looked at (a name that is too long) is told when the folder is made.
+    with suppress(OSError):
+        if run_dir.exists() and not run_dir.is_dir():
+            found.problem("run.dir", f"{run_dir} is a file; expected a folder, or nothing yet")
     if found.problems or model is None or layout is None or batch is None or num_rollouts is None or context is None:
         raise ConfigError(found.problems)
     resolved = Resolver(loaded, run_dir).resolve(

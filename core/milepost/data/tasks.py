@@ -175,7 +175,7 @@ class _Loader:
     def _is_duplicate(self, draft: _Draft) -> bool:
         if not self.dedupe:
             return False
-        key = hashlib.sha256(draft.prompt.encode("utf-8", "surrogatepass")).digest()
+        key = hashlib.sha256(draft.prompt.encode()).digest()
         known = key in self._seen
         self._seen.add(key)
         return known
@@ -203,7 +203,16 @@ class _TaskMaker:
         self.pattern = None if regex is None else re.compile(regex)
 
     def draft(self, row: Row) -> _Draft:
-        return _Draft(row.where, self._prompt(row), self._label(row), self._metadata(row))
+        prompt = self._prompt(row)
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            code = f"U+{ord(prompt[error.start]):04X}"
+            raise DataError(
+                f"{row.where}: the prompt has half of a surrogate pair ({code}), which is no character; a text was cut "
+                "inside one, or \\u escapes are incomplete"
+            ) from None
+        return _Draft(row.where, prompt, self._label(row), self._metadata(row))
 
     def tokenize(self, drafts: Sequence[_Draft]) -> list[list[int]]:
         # A chat template writes the begin-of-text token itself where the model wants one.

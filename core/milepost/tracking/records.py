@@ -88,7 +88,7 @@ class LineFile:
         """Open for appending, after dropping a last line that a killed process left half-written."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)  # so that nothing is left to write when a full disk has ended the run
         self.truncate(self.size)
 
     @property
@@ -97,9 +97,10 @@ class LineFile:
         return self.path.stat().st_size
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write one line."""
-        self._file.write(_encode(line))
-        self._file.flush()
+        """Write one line. Raises OSError if the disk is full; a half-written line is dropped by the next `LineFile`."""
+        data = memoryview(_encode(line))
+        while data:
+            data = data[self._file.write(data) :]
 
     def truncate(self, size: int) -> None:
         """Take the file back to `size` bytes, in whole lines; one that is shorter (or was deleted) stays as it is."""
@@ -125,7 +126,9 @@ def _length_of_whole_lines(path: Path) -> int:
 
 
 def _encode(line: Mapping[str, Any]) -> bytes:
-    return json.dumps(_standard(line), ensure_ascii=False, allow_nan=False, default=repr).encode() + b"\n"
+    text = json.dumps(_standard(line), ensure_ascii=False, allow_nan=False, default=repr)
+    # Half of a surrogate pair, which a label may hold, has no UTF-8; an escape is how JSON writes it.
+    return text.encode(errors="backslashreplace") + b"\n"
 
 
 def _standard(value: Any) -> Any:

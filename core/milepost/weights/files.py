@@ -22,7 +22,7 @@ class HFCheckpoint:
     """
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         self.folder = folder
         index = folder / INDEX
@@ -39,7 +39,12 @@ class HFCheckpoint:
         if missing := [name for name in files if not (folder / name).is_file()]:
             raise CheckpointError(f"{folder / missing[0]} is missing, though {INDEX} names it; copy it there")
         # The files are mapped, not read, so handles cost nothing until a slice is asked for.
-        self._files = [safe_open(folder / name, framework="pt") for name in files]
+        try:
+            self._files = [safe_open(folder / name, framework="pt") for name in files]
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"the weights in {folder} cannot be read: {error}; copy the checkpoint anew"
+            ) from error
         self._owners: dict[str, Any] = {name: file for file in self._files for name in _names(file)}
 
     @property
