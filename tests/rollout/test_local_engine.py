@@ -271,7 +271,8 @@ def test_pause_keeps_requests_and_resume_goes_on() -> None:
     async def act() -> tuple[list[Sample], list[Sample]]:
         whole = await asyncio.gather(*[ask(engine, PROMPTS[i], params, (i,)) for i in range(4)])
         calls = [asyncio.create_task(ask(engine, PROMPTS[i], params, (i,))) for i in range(4)]
-        for _ in range(70):  # beyond one block of random numbers
+        begun = engine.counters.steps
+        while engine.counters.steps < begun + 66:  # beyond one block of random numbers
             await asyncio.sleep(0)
         await engine.pause()
         steps = engine.counters.steps

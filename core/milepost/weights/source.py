@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,7 +17,7 @@ class ModuleSource:
 
     Tied weights are yielded once, under the name that comes first, as a Hugging Face checkpoint has them. Where
     transformers fuses a checkpoint's tensors on loading (experts of a mixture), they are taken apart again; those are
-    copies, everything else is the module's own memory and must not be kept across optimizer steps.
+    copies, everything else is the module's own memory; a source is made for one push, not kept across optimizer steps.
 
     Args:
         module: the model.
@@ -31,19 +32,20 @@ class ModuleSource:
         """Names, shapes and dtypes of all tensors, in the order `tensors` yields them, without digests."""
         return [
             TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in self._named().items()
+            for name, tensor in self._named.items()
         ]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors."""
-        yield from self._named().items()
+        yield from self._named.items()
 
     def shards(self) -> Iterator[Shard]:
         """Yield the same tensors, each as the one shard it has."""
-        for name, tensor in self._named().items():
+        for name, tensor in self._named.items():
             shape = tuple(tensor.shape)
             yield Shard(name, shape, tuple((0, extent) for extent in shape), tensor)
 
+    @cached_property
     def _named(self) -> dict[str, Tensor]:
         seen: set[int] = set()
         state: dict[str, Tensor] = {}

@@ -21,8 +21,8 @@ class Qwen3HF:
 
     def load(self, path: Path, dtype: torch.dtype, device: torch.device) -> HFModel:
         """Load a Qwen3 checkpoint for training, with a batch body of its own on a CPU."""
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return add_batch_body(load_causal_lm(path, dtype, device), config)
+        model = load_causal_lm(path, dtype, device)
+        return add_batch_body(model, json.loads((path / "config.json").read_text(encoding="utf-8")))
 
     def decoder(self, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> LeanDecoder:
         """Make an empty lean decoder. Raises ValueError for sliding windows or a rotation it does not know."""

@@ -1,8 +1,8 @@
 """The local engine: continuous batching in this process, on top of a recipe's decoder.
 
 Requests queue; a task of the running event loop admits them, prefills their prompts (once for all samples of a prompt),
-and advances the batch token by token, giving the event loop its turn after every step. A row that ends leaves at once:
-its future resolves, so rewards run while others generate, and the batch shrinks.
+and advances the batch token by token, giving the event loop its turn every few steps and whenever a row ends. Such a
+row leaves at once: its future resolves, so rewards run while others generate, and the batch shrinks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from milepost.rollout.local.rows import Request, Rows, stream_key
 from milepost.rollout.local.sampling import check_params
 from milepost.samples import Sample, Status, Task
 from milepost.weights.local import local_endpoint, register_target, unregister_target
+
+STEPS_PER_TURN = 4
+"""Decode steps after which the event loop gets its turn at the latest; a turn costs a system call."""
 
 
 @dataclass(slots=True)
@@ -257,14 +260,19 @@ class LocalEngine:
             self._task.add_done_callback(self._ended)
 
     async def _run(self) -> None:
+        quiet = 0
         while self._decodes:
             self._admit()
+            ended: Collection[tuple[int, Status]] = ()
             if len(self._rows):
                 self._reserve(len(self._rows), self._rows.longest)
                 self.counters.steps += 1
                 self.counters.step_rows += len(self._rows)
-                self._retire(self._rows.step())
-            await asyncio.sleep(0)
+                ended = self._rows.step()
+                self._retire(ended)
+            quiet = quiet + 1 if len(self._rows) and not ended else 0
+            if quiet % STEPS_PER_TURN == 0:
+                await asyncio.sleep(0)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """See to the requests that the decode task leaves behind: none is left without an answer."""
