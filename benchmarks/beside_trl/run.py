@@ -4,7 +4,8 @@
 
 Each side is a process of its own that trains the same model on the same prompts with GRPO: generation with sampling,
 a reward, log-probs, loss, gradient, optimizer step, metrics. They take turns, so that a busy machine is busy for both,
-and only the time of one side's own turns is counted. Prints wall and processor time and the ratios of each alternation.
+and only the time of one side's own turns is counted. Prints samples per second by wall and by processor time (of each
+side's main process) and the ratios of each alternation.
 """
 
 from __future__ import annotations
