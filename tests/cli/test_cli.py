@@ -268,11 +268,11 @@ def test_config_show_and_schema(project: Path) -> None:
 
 
 def test_train_refuses_what_cannot_be_run_yet(project: Path) -> None:
-    sets = ("--set", "trainer.backend=megatron", "--set", "model.recipe=toy_full")
+    sets = ("--set", "engine.backend=sglang", "--set", "cluster.launcher=ray")
     assert invoke("plan", "good.yaml", *sets).exit_code == 0
     result = invoke("train", "good.yaml", *sets)
     assert result.exit_code == 2
-    assert "trainer.backend: 'megatron' can be planned, but not be run by this version; use 'torch'" in result.stderr
+    assert "engine.backend: 'sglang' runs beside cluster.launcher: inline in this version" in result.stderr
     assert not (project / "runs").exists()
 
 

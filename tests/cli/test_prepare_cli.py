@@ -104,7 +104,7 @@ def command(path: Path, *arguments: str, **environment: str) -> subprocess.Compl
         capture_output=True,
         text=True,
         cwd=path.parent,
-        env={**os.environ, **home, **environment},
+        env={**os.environ, "HF_HUB_OFFLINE": "0", **home, **environment},
         check=False,
     )
 

@@ -14,7 +14,11 @@ COMPONENTS = [item for record in OURS for item in record.components]
 OPTIONS: dict[str, dict[str, Any]] = {
     "python": {"function": "math_for_checks:length"},
     "mix": {
-        "parts": {"right": {"name": "deepscaler"}, "shape": {"name": "format", "options": {"pattern": "</think>"}}}
+        # Whether a mix needs a label is its parts' matter; these do without.
+        "parts": {
+            "thought": {"name": "format", "options": {"pattern": "</think>"}},
+            "box": {"name": "format", "weight": 0.5, "options": {"pattern": "boxed"}},
+        }
     },
     "format": {"pattern": "^<think>.*</think>"},
 }

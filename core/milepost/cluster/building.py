@@ -51,8 +51,13 @@ def threads_per_process(plan: Plan) -> int:
 
 
 def build_trainer(plan: Plan, device: torch.device, dtype: torch.dtype, ranks: Ranks | None = None) -> Trainer:
-    """Make the trainer of one rank, of which there are several where `ranks` is given."""
+    """Make the trainer of one rank. Megatron knows its ranks by the process group, torch by `ranks`."""
     recipe: Recipe = plan.model.build()
+    if plan.config.trainer.backend == "megatron":
+        # Megatron-core is an extra, and slow to import.
+        from milepost.training.megatron.trainer import MegatronTrainer
+
+        return MegatronTrainer(plan, recipe=recipe, algorithm=plan.algorithm.build(), device=device, dtype=dtype)
     return TorchTrainer(plan, recipe=recipe, algorithm=plan.algorithm.build(), device=device, dtype=dtype, ranks=ranks)
 
 

@@ -17,6 +17,12 @@ _EXTRAS: tuple[tuple[str, Callable[[Plan], bool], tuple[str, ...], str], ...] = 
         ("sglang", "aiohttp"),
         "pip install 'milepost[sglang]' beside a GPU, scripts/install_sglang_cpu.sh for a CPU",
     ),
+    (
+        "trainer.backend",
+        lambda plan: plan.config.trainer.backend == "megatron",
+        ("megatron.core", "psutil"),
+        "pip install 'milepost[megatron]'",
+    ),
     ("track.wandb", lambda plan: plan.config.track.wandb is not None, ("wandb",), "pip install 'milepost[wandb]'"),
     ("track.tensorboard", lambda plan: plan.config.track.tensorboard, ("tensorboard",), "pip install tensorboard"),
 )
@@ -26,25 +32,25 @@ _EXTRAS: tuple[tuple[str, Callable[[Plan], bool], tuple[str, ...], str], ...] = 
 def unsupported(plan: Plan) -> Iterator[Problem]:
     """Yield what can be planned and not yet be run."""
     config = plan.config
-    asked = (
-        ("cluster.colocate", config.cluster.colocate, True),
-        ("trainer.backend", config.trainer.backend, "torch"),
-    )
+    if not config.cluster.colocate:
+        message = "false can be planned, but not be run by this version; use true"
+        yield Problem("cluster.colocate", message, plan.origins.get("cluster.colocate", ""))
     if config.engine.backend == "sglang" and config.cluster.launcher != "inline":
         message = "'sglang' runs beside cluster.launcher: inline in this version; use that, or 'local'"
         yield Problem("engine.backend", message, plan.origins.get("engine.backend", ""))
-    for path, value, works in asked:
-        if value != works:
-            shown, expected = (str(v).lower() if isinstance(v, bool) else repr(v) for v in (value, works))
-            message = f"{shown} can be planned, but not be run by this version; use {expected}"
-            yield Problem(path, message, plan.origins.get(path, ""))
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package, or a submodule of it, is there; the parent of a submodule is imported, so keep that light."""
+    parent, _, _ = package.partition(".")
+    return find_spec(parent) is not None and find_spec(package) is not None
 
 
 def check_runnable(plan: Plan) -> None:
     """Raise ConfigError if this version or this environment cannot run the plan. Imports nothing."""
     problems = list(unsupported(plan))
     for path, asked, packages, remedy in _EXTRAS:
-        absent = [package for package in packages if find_spec(package) is None]
+        absent = [package for package in packages if not _is_installed(package)]
         if asked(plan) and absent:
             message = f"needs {' and '.join(absent)}, not installed here; {remedy}"
             problems.append(Problem(path, message, plan.origins.get(path, "")))
