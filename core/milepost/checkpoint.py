@@ -121,7 +121,7 @@ def verify(folder: Path) -> None:
     Raises:
         CheckpointError: naming the file that is missing, truncated or altered.
     """
-    advice = "use another checkpoint of the run, or start a new run"
+    advice = f"remove or rename {folder} to go on from the checkpoint before it, or start a new run"
     listed = _read_json(folder / MANIFEST).get("files")
     if not isinstance(listed, dict):
         raise CheckpointError(f"{folder / MANIFEST} lists no files; {advice}")

@@ -86,7 +86,9 @@ class WorkerProcess:
         self._socket, theirs = socket.socketpair()
         self._output, their_output = os.pipe()
         # One thread per BLAS: a pool of workers has its parallelism in the workers, and thread stacks count as memory.
-        environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} | os.environ | {TOKEN_NAME: self._token}
+        # So does address space that glibc sets aside for a heap of every thread's own (64 MB), unless there are few.
+        limits = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+        environment = limits | os.environ | {TOKEN_NAME: self._token}
         with theirs:
             # -P: whatever lies in the working directory must not shadow modules.
             self._process = subprocess.Popen(
