@@ -10,6 +10,7 @@ import milepost
 import pytest
 import torch
 from milepost.components import ModelTraits
+from milepost.errors import CheckpointError
 from milepost.rollout.local.decoder import LeanDecoder
 from milepost.rollout.local.hf_decoder import HFDecoder
 from milepost.training.packing import Layout
@@ -90,7 +91,7 @@ def test_scale_and_softcap_give_the_models_own_logits(tmp_path: Path) -> None:
 
 
 def test_nothing_is_downloaded(tmp_path: Path) -> None:
-    with pytest.raises(OSError):
+    with pytest.raises(CheckpointError, match=r"there is no folder .*/missing"):
         load_causal_lm(tmp_path / "missing", torch.float32, CPU)
 
 

@@ -57,6 +57,8 @@ def problems(project: Path, text: str) -> tuple[Problem, ...]:
         (LAUGHS, "", "more than 100000 values"),
         ("track: {tensorboard: !mine 3}", "track.tensorboard", "could not determine a constructor for the tag"),
         ("algorithm: {dual_clip: true}", "algorithm.dual_clip", "expected a number, got true or false"),
+        ("run: {seed: 9223372036854775808}", "run.seed", "must be less than 9223372036854775808"),
+        ("reward: {name: python, function: score}", "reward.function", "expected text that matches ^[A-Za-z_]"),
         ("optimizer: {betas: true}", "optimizer.betas", "expected a list, got true"),
     ],
 )

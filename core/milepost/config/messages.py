@@ -248,6 +248,8 @@ def _sentence(findings: Sequence[ErrorDetails]) -> str:
             words, bound, unit = _LENGTHS[kind]
             count = context.get(bound)
             return f"expected {words} {count} {unit}{'' if count == 1 else 's'}, got {show(given)}"
+        if kind == "string_pattern_mismatch":
+            return f"expected text that matches {context.get('pattern')}, got {show(given)}"
         if kind == "missing":
             # Lists of fixed length report the first position that is not there.
             return f"expected more elements than {finding['loc'][-1]}"

@@ -41,7 +41,7 @@ class RunSection(Section):
 
     dir: str | None = None
     """Run folder; default `runs/NAME` after the last run config, from whose folder relative paths are taken."""
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds data order, sampling and initial values of new heads."""
     threads: Positive | None = None
     """CPU threads of the process that computes; default all cores."""

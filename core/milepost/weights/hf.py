@@ -36,6 +36,8 @@ def load_causal_lm(
     if attention == PACKED_ATTENTION:
         # transformers knows the implementation once this has been imported.
         importlib.import_module("milepost.training.attention")
+    if not path.is_dir():
+        raise CheckpointError(f"there is no folder {path}; expected a checkpoint in Hugging Face format")
     # transformers reports what it finds missing, and draws new values for it; here it is an error instead.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
