@@ -143,7 +143,8 @@ def test_what_is_no_message_ends_the_conversation_and_not_the_engine(served: Ser
             body = json.dumps(message).encode()
             rude.connect(str(served.server.path))
             rude.sendall(len(body).to_bytes(4) + body)
-            answers.append(json.loads(rude.recv(4096)[4:])["error"])
+            size = int.from_bytes(rude.recv(4, socket.MSG_WAITALL))
+            answers.append(json.loads(rude.recv(size, socket.MSG_WAITALL))["error"])
     assert answers == [
         "message 'dance' is not understood",
         "the engine failed: KeyError: 'op'",
