@@ -9,6 +9,8 @@ RUN_DIR ?= runs/quickstart-seed$(SEED)
 ARGS ?=
 # More flags for pytest, for example PYTEST_ARGS="tests/config -k unknown".
 PYTEST_ARGS ?=
+# Test files run side by side.
+TEST_WORKERS ?= 2
 # Where the CPU build of torch is looked for when the configured package index has none.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # The first Python that is new enough; `make PYTHON=/path/to/python3` picks another.
@@ -32,7 +34,7 @@ quickstart: $(VENV)/.quickstart  ## set up, then train a tiny Qwen3 on sums with
 	$(BIN)/milepost train examples/quickstart.yaml --set run.seed=$(SEED) --run-dir $(RUN_DIR) $(ARGS)
 
 test: $(VENV)/.dev  ## set up what the tests need and run them all (PYTEST_ARGS="...")
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 check: $(VENV)/.dev  ## lint, formatting, types
 	$(BIN)/ruff check $(CHECKED)
