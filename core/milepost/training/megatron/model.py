@@ -67,7 +67,8 @@ def transformer_config(
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": on_gpu,
         "bias_dropout_fusion": on_gpu,
-        "deallocate_pipeline_outputs": True,
+        # With interleaving, sends are still under way when outputs would be deallocated; gloo then sends what came after.
+        "deallocate_pipeline_outputs": parallelism.interleave == 1,
     }
     if parallelism.interleave > 1:
         # Batched point-to-point calls with interleaving give wrong gradients on gloo.
