@@ -67,7 +67,7 @@ def transformer_config(
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": on_gpu,
         "bias_dropout_fusion": on_gpu,
-        # With interleaving, sends are still under way when outputs would be deallocated; gloo then sends what came after.
+        # With interleaving, sends are still under way when outputs would be freed: gloo would send what came after.
         "deallocate_pipeline_outputs": parallelism.interleave == 1,
     }
     if parallelism.interleave > 1:
