@@ -290,6 +290,11 @@ class Run:
             Phase.ACTOR: "actor_train_time",
             Phase.SAVE: "save_time",
             Phase.EVALUATE: "eval_time",
+            Phase.SLEEP: "sleep_time",
+            Phase.OFFLOAD: "offload_time",
+            Phase.WAKE: "wake_time",
+            Phase.PUSH: "push_time",
+            Phase.SERVE: "serve_time",
         }
         metrics = {f"perf/{name}": seconds[phase] for phase, name in named.items() if phase in seconds}
         # What the trainer waited for: the engines' turn, and their falling asleep.

@@ -97,6 +97,11 @@ CATALOGUE: dict[str, Entry] = {
     "perf/update_weights_time": Entry(
         "Handing over to the engines: offloading, waking, pushing the new weights.", "seconds"
     ),
+    "perf/sleep_time": Entry("Engines releasing weights, KV cache and graphs.", "seconds"),
+    "perf/offload_time": Entry("Optimizer state, gradients and frozen roles leaving the device.", "seconds"),
+    "perf/wake_time": Entry("Engines taking the memory of their weights back.", "seconds"),
+    "perf/push_time": Entry("Pushing the weights, from the call to the last engine's commit.", "seconds"),
+    "perf/serve_time": Entry("The actor's weights leaving, KV cache and graphs coming back.", "seconds"),
     "perf/update_weights_gb_per_second": Entry("Rate of the push alone.", "gigabytes per second"),
     "perf/iteration_time": Entry("One whole iteration, from hand-over to hand-over.", "seconds"),
     "eval/NAME/accuracy": Entry("Mean reward on the held-out set NAME, over all of its samples.", "reward"),
