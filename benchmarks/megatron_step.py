@@ -210,6 +210,7 @@ def measure_offload(trainer: MegatronTrainer) -> dict[str, float]:
         left = torch.cuda.memory_allocated() / 1e9
         away = [copy.gigabytes_per_second for copy in (role._weights, role._optimizer_state) if copy is not None]
         trainer.onload("actor", parts)
+        role.wait_for_optimizer()
         back = [copy.gigabytes_per_second for copy in (role._weights, role._optimizer_state) if copy is not None]
     return {"offloaded_gb_left": left, "offload_gb_s": min(away), "onload_gb_s": min(back)}
 

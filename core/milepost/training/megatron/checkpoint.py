@@ -42,6 +42,7 @@ def save(folder: Path, role: TrainedRole) -> None:
     if dist.get_rank() == 0:
         folder.mkdir(exist_ok=True)
     dist.barrier()
+    role.wait_for_optimizer()
     weights = _weights(role)
     state: dict[str, Any] = {**weights, "num_steps": role.num_steps, "optimizer_name": role.settings.name}
     if role.num_steps and role.settings.name == "adam":
@@ -59,6 +60,7 @@ def load(folder: Path, role: TrainedRole) -> None:
             f"{folder} is of optimizer {name!r}, this run's is {role.settings.name!r}; set optimizer.name to what it "
             "was, or start a new run with checkpoint.init_from"
         )
+    role.wait_for_optimizer()
     weights = _weights(role)
     state = dict(weights)
     if num_steps and name == "adam":
@@ -78,6 +80,7 @@ def load(folder: Path, role: TrainedRole) -> None:
 def load_weights(folder: Path, role: TrainedRole) -> None:
     """Take the weights alone; called on all ranks. Raises CheckpointError if they are of another model."""
     _common(folder)
+    role.wait_for_optimizer()
     _set_weights(role, _load(folder, _weights(role)))
     role.optimizer.reload_model_params()
 

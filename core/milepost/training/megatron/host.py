@@ -45,6 +45,9 @@ class HostCopy:
             key: earlier[key] for key, size in self._sizes.items() if key in earlier and earlier[key].numel() == size
         }
         self._constant = constant
+        self._stream: torch.cuda.Stream | None = None
+        self._arriving: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        """Begin and end of what is on its way to the device."""
         self.gigabytes_per_second = 0.0
         """Of the last move; 0 where nothing moved."""
 
@@ -55,6 +58,7 @@ class HostCopy:
 
     def offload(self) -> None:
         """Copy to the host and give the device memory back."""
+        self.wait()
         started = time.perf_counter()
         for key, storage in self._storages.items():
             if key in self._host and self._constant:
@@ -62,24 +66,39 @@ class HostCopy:
             if key not in self._host:
                 self._host[key] = torch.empty(self._sizes[key], dtype=torch.uint8, pin_memory=True)
             self._host[key].copy_(_bytes(storage), non_blocking=True)
-        self._finish(started)
+        if not self._storages:
+            return
+        torch.cuda.synchronize()
+        self.gigabytes_per_second = self.num_bytes / (time.perf_counter() - started) / 1e9
         for storage in self._storages.values():
             storage.resize_(0)
-        if self._storages:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """Take device memory again and copy back."""
-        started = time.perf_counter()
+        """Take device memory again and begin to copy back, beside what the device computes; `wait` before its use."""
+        if not self._storages:
+            return
         for key, storage in self._storages.items():
             storage.resize_(self._sizes[key])
-            _bytes(storage).copy_(self._host[key], non_blocking=True)
-        self._finish(started)
+        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # The memory may have been another tensor's, which queued kernels still read.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            begin.record()
+            for key, storage in self._storages.items():
+                _bytes(storage).copy_(self._host[key], non_blocking=True)
+            end.record()
+        self._arriving = begin, end
 
-    def _finish(self, started: float) -> None:
-        if self._storages:
-            torch.cuda.synchronize()
-            self.gigabytes_per_second = self.num_bytes / (time.perf_counter() - started) / 1e9
+    def wait(self) -> None:
+        """Wait until what `onload` began is there."""
+        if self._arriving is None:
+            return
+        begin, end = self._arriving
+        self._arriving = None
+        end.synchronize()
+        self.gigabytes_per_second = self.num_bytes / begin.elapsed_time(end) / 1e6
 
 
 def _key(tensor: Tensor) -> int:

@@ -72,6 +72,7 @@ class FrozenRole:
 
     def __enter__(self) -> FrozenRole:
         self._host.onload()
+        self._host.wait()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -152,6 +153,11 @@ class TrainedRole:
         if missing:
             raise PhaseError(f"the {self.role}'s {' and '.join(missing)} are offloaded; onload them first")
 
+    def wait_for_optimizer(self) -> None:
+        """Wait until the optimizer's state is on the device; it comes while forward and backward passes run."""
+        if self._optimizer_state is not None:
+            self._optimizer_state.wait()
+
     def evaluate(self, rows: Sequence[Row], want: Collection[Want]) -> list[tuple[Row, dict[Want, Tensor]]]:
         """Return what the last pipeline stage says about each row; nothing on other stages."""
         return evaluate(self.wrapped, rows, self.head, want)
@@ -166,6 +172,7 @@ class TrainedRole:
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """Norm of all gradients of all ranks together; not finite if any of them is not."""
+        self.wait_for_optimizer()
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
@@ -226,7 +233,12 @@ class TrainedRole:
                 self._optimizer_state = HostCopy([*self._optimized(), *state], without=weights, reuse=reused)
             assert self._optimizer_state is not None, "what comes back went away"
             copy = self._optimizer_state
-        (copy.offload if away else copy.onload)()
+        if away:
+            copy.offload()
+            return
+        copy.onload()
+        if part == "weights":
+            copy.wait()
 
 
 def broadcast_from_last_stage(value: Any) -> Any:
