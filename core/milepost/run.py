@@ -198,8 +198,9 @@ class Run:
 
     def save_is_due(self, index: int) -> bool:
         """Whether a checkpoint is to be made after rollout `index`."""
-        interval = self.plan.config.checkpoint.save_interval
-        last = index == self.plan.num_rollouts - 1
+        settings = self.plan.config.checkpoint
+        interval = settings.save_interval
+        last = settings.save_last and index == self.plan.num_rollouts - 1
         return last or self.interrupted or (interval is not None and (index + 1) % interval == 0)
 
     def save(self) -> None:

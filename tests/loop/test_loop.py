@@ -93,6 +93,12 @@ def test_a_longer_run_goes_on_where_the_shorter_one_ended(write_config: Write) -
     assert [line["index"] for line in lines(summary.run_dir, "rollout")] == [0, 1, 2]
 
 
+def test_without_save_last_only_the_interval_saves(write_config: Write) -> None:
+    sets = ("rollout.num_rollouts=3", "checkpoint.save_interval=2", "checkpoint.save_last=false")
+    run_dir = train(write_config(), *sets).run_dir
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["rollout-000001"]
+
+
 def test_resume_must_and_never(write_config: Write) -> None:
     path = write_config(rollout={"num_rollouts": 1})
     with pytest.raises(CheckpointError, match=r"no complete checkpoint, and checkpoint.resume is must"):

@@ -387,7 +387,9 @@ class CheckpointSection(Section):
     """What is saved, and how a run goes on."""
 
     save_interval: Positive | None = None
-    """Rollouts between saves; one is made at the end in any case."""
+    """Rollouts between saves."""
+    save_last: bool = True
+    """Save at the end of the run, too."""
     keep: Positive = 2
     """Checkpoints kept."""
     resume: Literal["auto", "must", "never"] = "auto"
