@@ -247,7 +247,7 @@ class SGLangEngine:
         if not self.serving:
             state = f"{' and '.join(sorted(self._asleep))} asleep" if self._asleep else "fenced; push weights first"
             raise RuntimeError(f"engine {self.index} takes no requests: {state}")
-        body = self._body(tokens, params, key)
+        body = self.request_body(tokens, params, key)
         epoch, version = self._epoch, self._version
         self._pending += 1
         try:
@@ -263,7 +263,8 @@ class SGLangEngine:
             raise RunError(f"engine {self.index} failed on a request with status {status}: {_said(content)}")
         return self._sample(task, tokens, params, json.loads(content), version)
 
-    def _body(self, tokens: Sequence[int], params: SamplingParams, key: Sequence[int]) -> dict[str, Any]:
+    def request_body(self, tokens: Sequence[int], params: SamplingParams, key: Sequence[int]) -> dict[str, Any]:
+        """Return what `/generate` is asked. Raises MilepostError for tokens or settings the server cannot take."""
         check_params(params)
         ids = [int(token) for token in tokens]
         if not 0 < len(ids) < self._max_positions:
