@@ -150,14 +150,15 @@ def write_problems(path: Path, count: int, seed: int) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def engine_options(device: str) -> dict[str, Any]:
-    """Return options of SGLang that hold wherever its own wheels and torch do."""
+def engine_options(device: str, requests: int) -> dict[str, Any]:
+    """Return options of SGLang with which it starts quickly and needs no kernels that are built elsewhere."""
     if device == "cpu":
         return {}
     return {
         "attention_backend": "triton",
         "grammar_backend": "none",
-        "disable_piecewise_cuda_graph": True,
+        "disable_prefill_cuda_graph": True,
+        "cuda_graph_max_bs_decode": requests,
         "mem_fraction_static": 0.8,
     }
 
@@ -165,6 +166,7 @@ def engine_options(device: str) -> dict[str, Any]:
 def run_config(shape: Shape, model: Path, options: argparse.Namespace, launcher: str) -> dict[str, Any]:
     """Return the run config of a shape; paths are relative to its folder."""
     on_gpu = options.device == "cuda"
+    requests = min(256, shape.prompts * shape.samples)
     return {
         "run": {"dir": "run", "device": options.device, **({} if on_gpu else {"threads": 1})},
         "model": {"path": str(model)},
@@ -187,8 +189,8 @@ def run_config(shape: Shape, model: Path, options: argparse.Namespace, launcher:
         },
         "engine": {
             "backend": "sglang",
-            "max_running_requests": min(256, shape.prompts * shape.samples),
-            "options": engine_options(options.device),
+            "max_running_requests": requests,
+            "options": engine_options(options.device, requests),
         },
         "transport": {"name": "ipc", "bucket_mb": options.bucket_mb},
         "cluster": {"launcher": launcher, "gpus_per_node": int(on_gpu)},
