@@ -274,14 +274,19 @@ def main() -> None:
     parser.add_argument("--bucket-mb", type=int, default=4096, help="option of the transport")
     parser.add_argument("--keep-on-device", action="store_true", help="trainer.offload: false")
     parser.add_argument("--no-offline", dest="offline", action="store_false", help="leave SGLang alone out")
+    parser.add_argument(
+        "--work", type=Path, help="folder to work in and leave the run folders in; else a temporary one"
+    )
     parser.add_argument("--out", type=Path, help="append a JSON line for each run")
     options = parser.parse_args()
     if "sums" in options.shape and not options.model:
         parser.error("the shape `sums` needs --model FOLDER")
     with tempfile.TemporaryDirectory() as scratch:
+        work = options.work or Path(scratch)
+        work.mkdir(parents=True, exist_ok=True)
         for name in options.shape:
             for launcher in options.launcher:
-                result = measure(name, launcher, options, Path(scratch) / f"{name}-{launcher}")
+                result = measure(name, launcher, options, work / f"{name}-{launcher}")
                 print(json.dumps(result), flush=True)
                 if options.out is not None:
                     with options.out.open("a", encoding="utf-8") as file:
