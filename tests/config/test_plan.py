@@ -232,7 +232,21 @@ def test_what_can_be_run_is_let_through(project: Path) -> None:
             "trainer.tensor_parallel",
             "3 does not divide the 8 training ranks",
         ),
-        ((*MEGATRON, "trainer.pipeline_parallel=4"), "trainer.pipeline_parallel", "only 2 layers"),
+        (
+            (*MEGATRON, "trainer.pipeline_parallel=4"),
+            "trainer.pipeline_parallel",
+            "4 stages do not divide the model's 2 layers",
+        ),
+        (
+            (*MEGATRON, "trainer.pipeline_parallel=2", "trainer.virtual_pipeline_parallel=2"),
+            "trainer.virtual_pipeline_parallel",
+            "2 stages of 2 pieces do not divide the model's 2 layers",
+        ),
+        (
+            (*MEGATRON, "trainer.virtual_pipeline_parallel=2"),
+            "trainer.virtual_pipeline_parallel",
+            "2, which needs trainer.pipeline_parallel above 1",
+        ),
         ((*MEGATRON, "trainer.expert_parallel=2"), "trainer.expert_parallel", "does not divide 0 experts"),
         ((*MEGATRON, "engine.gpus_per_engine=3"), "engine.gpus_per_engine", "do not fit evenly on the 8 GPUs"),
         (

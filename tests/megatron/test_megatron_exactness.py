@@ -19,20 +19,20 @@ from megatron_cases import (
 )
 from megatron_world import run_world
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any], int, bool]] = {
-    # name: world, trainer section, interleave, tied
-    "single": (1, {}, 1, False),
-    "single_tied_recompute": (1, {"recompute": "full"}, 1, True),
-    "single_selective": (1, {"recompute": "selective"}, 1, False),
-    "tp2": (2, {"tensor_parallel": 2}, 1, True),
-    "tp2_sp": (2, {"tensor_parallel": 2, "sequence_parallel": True}, 1, False),
-    "pp2_tied": (2, {"pipeline_parallel": 2}, 1, True),
-    "pp2_vpp2": (2, {"pipeline_parallel": 2}, 2, False),
-    "cp2": (2, {"context_parallel": 2}, 1, False),
-    "dp2": (2, {}, 1, False),
-    "tp2_sp_cp2": (4, {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True}, 1, False),
-    "pp2_cp2": (4, {"pipeline_parallel": 2, "context_parallel": 2}, 1, True),
-    "pp2_dp2": (4, {"pipeline_parallel": 2}, 1, False),
+LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {
+    # name: world, trainer section, tied
+    "single": (1, {}, False),
+    "single_tied_recompute": (1, {"recompute": "full"}, True),
+    "single_selective": (1, {"recompute": "selective"}, False),
+    "tp2": (2, {"tensor_parallel": 2}, True),
+    "tp2_sp": (2, {"tensor_parallel": 2, "sequence_parallel": True}, False),
+    "pp2_tied": (2, {"pipeline_parallel": 2}, True),
+    "pp2_vpp2": (2, {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}, False),
+    "cp2": (2, {"context_parallel": 2}, False),
+    "dp2": (2, {}, False),
+    "tp2_sp_cp2": (4, {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True}, False),
+    "pp2_cp2": (4, {"pipeline_parallel": 2, "context_parallel": 2}, True),
+    "pp2_dp2": (4, {"pipeline_parallel": 2}, False),
 }
 LR = 0.05
 
@@ -43,14 +43,12 @@ def train(rank: int, folder: str, layout: str, kind: str, budget: int, optimizer
     from milepost.training.megatron.trainer import MegatronTrainer
     from milepost_qwen3.recipe import Qwen3Recipe
 
-    world, section, interleave, tied = LAYOUTS[layout]
+    world, section, tied = LAYOUTS[layout]
     path = Path(folder) / ("tied" if tied else "untied")
     critic = kind == "value"
     plan = make_plan(path, world=world, trainer=section, optimizer={"lr": LR, **optimizer}, critic=critic)
     algorithm = ALGORITHMS["clip" if critic else kind]()
-    trainer = MegatronTrainer(
-        plan, recipe=Qwen3Recipe(), algorithm=algorithm, device=CPU, dtype=torch.float32, interleave=interleave
-    )
+    trainer = MegatronTrainer(plan, recipe=Qwen3Recipe(), algorithm=algorithm, device=CPU, dtype=torch.float32)
     role = "critic" if critic else "actor"
     batch = make_batch()
     batch["old_log_probs"] = torch.load(path / "old.pt")
@@ -143,7 +141,7 @@ def reference(path: Path, kind: str, optimizer: dict[str, Any]) -> dict[str, Any
 def check(folder: Path, layout: str, kind: str, budget: int, optimizer: dict[str, Any] | None = None) -> int:
     """Train on a layout, compare everything with the reference, and return the number of micro-batches."""
     optimizer = optimizer or {}
-    world, _, _, tied = LAYOUTS[layout]
+    world, _, tied = LAYOUTS[layout]
     results = run_world(train, world, str(folder), layout, kind, budget, optimizer)
     assert all(result == results[0] for result in results), "metrics differ between ranks"
     result = results[0]

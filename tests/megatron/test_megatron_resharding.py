@@ -11,13 +11,13 @@ from megatron_cases import CPU, Clip, make_batch, make_checkpoint, make_plan, ma
 from megatron_world import run_world
 from milepost.errors import CheckpointError
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
-    "single": (1, {}, 1),
-    "tp2_sp": (2, {"tensor_parallel": 2, "sequence_parallel": True}, 1),
-    "pp2": (2, {"pipeline_parallel": 2}, 1),
-    "pp2_vpp2": (2, {"pipeline_parallel": 2}, 2),
-    "dp2": (2, {}, 1),
-    "cp2": (2, {"context_parallel": 2}, 1),
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "tp2_sp": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_parallel": 2}),
+    "pp2_vpp2": (2, {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}),
+    "dp2": (2, {}),
+    "cp2": (2, {"context_parallel": 2}),
 }
 OPTIMIZER = {"name": "adam", "lr": 0.02, "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 1.0, "warmup_steps": 5}
 
@@ -28,14 +28,14 @@ def make_trainer(
     from milepost.training.megatron.trainer import MegatronTrainer
     from milepost_qwen3.recipe import Qwen3Recipe
 
-    world, section, interleave = LAYOUTS[layout]
+    world, section = LAYOUTS[layout]
     plan = make_plan(path, world=world, trainer=section, critic=True, **{"optimizer": OPTIMIZER, **sections})
-    return MegatronTrainer(plan, recipe=Qwen3Recipe(), algorithm=Clip(), device=CPU, dtype=dtype, interleave=interleave)
+    return MegatronTrainer(plan, recipe=Qwen3Recipe(), algorithm=Clip(), device=CPU, dtype=dtype)
 
 
 def steps(trainer: Any, layout: str, count: int) -> list[dict[str, float]]:
     """Steps of actor and critic; each step is on the same batch."""
-    world, section, _ = LAYOUTS[layout]
+    world, section = LAYOUTS[layout]
     batch = make_batch()
     batch["old_log_probs"] = -torch.ones(batch.num_tokens) * 4
     model_ranks = section.get("tensor_parallel", 1) * section.get("pipeline_parallel", 1)

@@ -75,6 +75,17 @@ def test_every_token_weighs_its_share_of_its_own_step(plan: Plan) -> None:
     assert turn.batch["weights"].tolist() == pytest.approx(expected)
 
 
+def test_an_interleaved_pipeline_takes_micro_batches_in_groups_of_its_stages(plan: Plan) -> None:
+    def counts(**layout: int) -> list[int]:
+        trainer = plan.config.trainer.model_copy(update={"max_tokens_per_gpu": 6, **layout})
+        turned = Turn.begin(replace(plan, config=plan.config.model_copy(update={"trainer": trainer})), SAMPLES)
+        return [len(step.ranks[0]) for step in turned.schedule.steps]
+
+    # Two and five tokens, then four and five: two micro-batches of at most six tokens a step.
+    assert counts(pipeline_parallel=3) == [2, 2]
+    assert counts(pipeline_parallel=3, virtual_pipeline_parallel=2) == [3, 3]
+
+
 def test_a_constant_aggregation_divides_by_its_length(plan: Plan, write_config: Write) -> None:
     def weights(aggregation: str) -> list[float]:
         path = write_config(

@@ -248,7 +248,8 @@ def check_placement(loaded: Loaded, layout: ModelLayout | None, model: Choice | 
     world, engines = _divide(loaded, total, found)
     model_parallel = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel
     if trainer.backend == "torch":
-        for key in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"):
+        keys = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel", "context_parallel")
+        for key in (*keys, "expert_parallel"):
             if getattr(trainer, key) > 1:
                 found.problem(f"trainer.{key}", "is above 1, which the torch backend cannot do; use backend: megatron")
     elif world % model_parallel:
@@ -304,9 +305,15 @@ def _check_model_split(loaded: Loaded, layout: ModelLayout, model: Choice, found
             found.problem(
                 "trainer.tensor_parallel", f"{trainer.tensor_parallel} does not divide the model's {count} {what}"
             )
-    if layout.num_layers < trainer.pipeline_parallel:
+    pipeline, pieces = trainer.pipeline_parallel, trainer.virtual_pipeline_parallel
+    if pieces > 1 and pipeline == 1:
+        found.problem("trainer.virtual_pipeline_parallel", f"{pieces}, which needs trainer.pipeline_parallel above 1")
+    elif layout.num_layers % (pipeline * pieces):
+        key = "pipeline_parallel" if layout.num_layers % pipeline else "virtual_pipeline_parallel"
+        stages = f"{pipeline} stages" + (f" of {pieces} pieces" if pieces > 1 else "")
         found.problem(
-            "trainer.pipeline_parallel", f"{trainer.pipeline_parallel} stages, but only {layout.num_layers} layers"
+            f"trainer.{key}",
+            f"{stages} do not divide the model's {layout.num_layers} layers; choose one that does",
         )
     if max(layout.num_experts, 1) % trainer.expert_parallel:
         found.problem(

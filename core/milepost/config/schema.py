@@ -315,6 +315,8 @@ class TrainerSection(Section):
     """GPUs that share each layer's matrices."""
     pipeline_parallel: Positive = 1
     """GPUs that share the layers."""
+    virtual_pipeline_parallel: Positive = 1
+    """Pieces of the model on each of those GPUs, taken in turn (interleaved pipeline): shorter waits, more messages."""
     context_parallel: Positive = 1
     """GPUs that share each sequence."""
     expert_parallel: Positive = 1

@@ -57,6 +57,8 @@ class Turn:
             steps_per_rollout=plan.steps_per_rollout,
             token_budget=trainer.max_tokens_per_gpu * trainer.context_parallel,
             cost=cost,
+            # Interleaved pipeline stages take micro-batches in groups of as many as there are stages.
+            interleave=trainer.pipeline_parallel if trainer.virtual_pipeline_parallel > 1 else 1,
             overlong=trainer.overlong,
         )
         turn = cls(plan, samples, batch, schedule, rollouts)

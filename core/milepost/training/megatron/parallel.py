@@ -29,14 +29,14 @@ class Parallelism:
     """Split activations between tensor-parallel ranks along the sequence."""
 
     @classmethod
-    def of(cls, section: TrainerSection, interleave: int = 1) -> Parallelism:
+    def of(cls, section: TrainerSection) -> Parallelism:
         """Take the parallelism of a run config."""
         return cls(
             tensor=section.tensor_parallel,
             pipeline=section.pipeline_parallel,
             context=section.context_parallel,
             expert=section.expert_parallel,
-            interleave=interleave,
+            interleave=section.virtual_pipeline_parallel,
             # Without tensor parallelism there is nothing to split between.
             sequence=section.sequence_parallel and section.tensor_parallel > 1,
         )

@@ -46,8 +46,6 @@ class MegatronTrainer:
         algorithm: gives the policy's and perhaps the critic's loss.
         device: where this rank computes.
         dtype: of the weights; log-probs, losses, gradients and optimizer state are float32 at least.
-        interleave: pieces of the model on each pipeline rank. The schedule's micro-batches must then be a multiple of
-            `trainer.pipeline_parallel`.
 
     Raises:
         ConfigError: the recipe has no Megatron half or cannot read the model's `config.json`, the layout does not fit
@@ -63,7 +61,6 @@ class MegatronTrainer:
         algorithm: Algorithm,
         device: torch.device,
         dtype: torch.dtype,
-        interleave: int = 1,
     ) -> None:
         config = plan.config
         if recipe.megatron is None:
@@ -77,7 +74,7 @@ class MegatronTrainer:
         self._algorithm = algorithm
         self._device = device
         self._dtype = dtype
-        self._parallelism = Parallelism.of(config.trainer, interleave)
+        self._parallelism = Parallelism.of(config.trainer)
         parallel.ensure_process_group(device)
         parallel.initialize(self._parallelism, config.run.seed)
         self._coordinates = parallel.coordinates()
@@ -345,7 +342,13 @@ def layout_problems(description: MegatronModel, parallelism: Parallelism) -> lis
         ("tensor_parallel", "key-value heads", fields["num_query_groups"], parallelism.tensor),
         ("tensor_parallel", "feed-forward columns", fields["ffn_hidden_size"], parallelism.tensor),
         ("tensor_parallel", "rows of the padded vocabulary", description.padded_vocab_size, parallelism.tensor),
-        ("pipeline_parallel", "layers", fields["num_layers"], parallelism.pipeline * parallelism.interleave),
+        ("pipeline_parallel", "layers", fields["num_layers"], parallelism.pipeline),
+        (
+            "virtual_pipeline_parallel",
+            f"layers over {parallelism.pipeline} stages",
+            fields["num_layers"] // parallelism.pipeline,
+            parallelism.interleave,
+        ),
     )
     return [
         Problem(f"trainer.{key}", f"{size} does not divide the model's {count} {what}; choose one that does")
