@@ -147,6 +147,7 @@ def server_arguments(
     return arguments | {
         "log_level_http": "warning",
         "skip_server_warmup": True,
+        "sleep_on_idle": True,  # it would spin on a core while the trainer computes
         **(options or {}),
         "model_path": str(model_path),
         "trust_remote_code": trust_remote_code,
