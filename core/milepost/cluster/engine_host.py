@@ -101,7 +101,7 @@ class EngineHost(Host):
 
             self._server = TargetServer(engine, submit)
             endpoint = socket_endpoint(platform.node(), self._server.path)
-            return EngineInfo(index, endpoint, (_device_name(device),))
+            return EngineInfo(index, endpoint, (_device_name(device),), node=platform.node())
 
         return await self._run("build engine", build())
 

@@ -75,14 +75,16 @@ async def inline_sglang(
     plan: Plan, tokenizer: Tokenizer, trainer: Trainer, device: torch.device, dtype: torch.dtype
 ) -> AsyncIterator[tuple[EnginePool, Sender]]:
     """Start servers beside the trainer of this process; give their pool and the sender of its weights."""
-    count = plan.config.engine.num_engines or 1
+    config = plan.config
+    count = config.engine.num_engines or 1
     engines = [build_sglang_engine(plan, tokenizer, device, dtype, index) for index in range(count)]
     pool = EnginePool(engines, on_event=lambda text: click.echo(text, err=True))
     await pool.start()
     try:
-        devices = (trainer.world.ranks[0].device,)
+        here = trainer.world.ranks[0]
         infos = [
-            EngineInfo(engine.index, engine.endpoint, devices, plan.config.engine.gpus_per_engine) for engine in engines
+            EngineInfo(engine.index, engine.endpoint, (here.device,), config.engine.gpus_per_engine, node=here.node)
+            for engine in engines
         ]
         transport: Transport = plan.transport.build()
         address = replace(transport.open(trainer.world, infos), verify=plan.config.transport.verify)
@@ -93,7 +95,7 @@ async def inline_sglang(
                 raise RunError(f"engine {index} was lost before the first push")
             trainer.onload("actor", WEIGHTS)
             report = sender.push(pool.version, trainer.source("actor"), [index])
-            if plan.config.trainer.offload:
+            if config.trainer.offload:
                 trainer.offload("actor", WEIGHTS)
             return report
 

@@ -49,6 +49,8 @@ class EngineInfo:
     devices: tuple[str, ...] = ("cpu",)
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    node: str = "localhost"
+    """Node it stands on, named as in `RankInfo`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,19 +116,12 @@ class IpcSender:
 def _choose_rank(world: World, engine: EngineInfo) -> int:
     """Return the rank that hands weights to the engine: one on its device, another for each where there are more."""
     candidates: list[RankInfo] = list(world.ranks)
-    if engine.endpoint.startswith(SCHEME):
-        node, _ = parse_endpoint(engine.endpoint)
+    if engine.endpoint.startswith((SCHEME, HTTP)):
+        node = parse_endpoint(engine.endpoint)[0] if engine.endpoint.startswith(SCHEME) else engine.node
         candidates = [rank for rank in world.ranks if rank.node == node and rank.device in engine.devices]
         if not candidates:
             raise TransportError(
                 f"engine {engine.index} on {node} ({', '.join(engine.devices)}) shares no device with a trainer rank; "
-                "transport ipc needs that: use another transport, or place them together (cluster.colocate: true)"
-            )
-    elif engine.endpoint.startswith(HTTP):
-        candidates = [rank for rank in world.ranks if rank.device in engine.devices]
-        if not candidates:
-            raise TransportError(
-                f"the SGLang engine {engine.index} ({', '.join(engine.devices)}) shares no device with a trainer rank; "
                 "transport ipc needs that: use another transport, or place them together (cluster.colocate: true)"
             )
     elif not engine.endpoint.startswith(PREFIX):
