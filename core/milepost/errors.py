@@ -58,6 +58,14 @@ class TransportError(MilepostError):
     exit_code = 1
 
 
+class EngineGone(TransportError):  # noqa: N818 it names what happened
+    """An engine did not answer in a push: it died, or hangs. It did not refuse anything."""
+
+    def __init__(self, endpoint: str, message: str) -> None:
+        super().__init__(message)
+        self.endpoint = endpoint
+
+
 class RunError(MilepostError):
     """A run had to stop: rewards failing throughout, non-finite steps in a row, a constant reward."""
 

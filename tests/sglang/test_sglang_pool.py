@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from milepost.errors import RunError, TransportError
+from milepost.errors import EngineGone, RunError, TransportError
 from milepost.rollout.engine import SamplingParams
 from milepost.rollout.sglang import pool as pools
 from milepost.rollout.sglang.engine import SGLangEngine
 from milepost.rollout.sglang.pool import EnginePool, PoolSender
 from milepost.samples import Sample, Status
-from milepost.weights.sglang import EngineGone
 from milepost.weights.transport import PushReport
 from sglang_helpers import task
 

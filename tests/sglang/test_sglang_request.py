@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from milepost.errors import TransportError
-from milepost.weights.sglang import EngineGone, HttpReceiver, request
+from milepost.errors import EngineGone, TransportError
+from milepost.weights.sglang import HttpReceiver, request
 from milepost.weights.transport import Manifest
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost import errors
-from milepost.errors import ConfigError, MilepostError, Problem
+from milepost.errors import ConfigError, EngineGone, MilepostError, Problem
 
 
 class WorkerError(MilepostError):
@@ -33,12 +33,15 @@ class Failure:
     message: str
     problems: tuple[Problem, ...] = ()
     """Of a ConfigError."""
+    endpoint: str = ""
+    """Of an EngineGone."""
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
         """Take an exception apart."""
         problems = error.problems if isinstance(error, ConfigError) else ()
-        return cls(type(error).__name__, str(error), problems)
+        endpoint = error.endpoint if isinstance(error, EngineGone) else ""
+        return cls(type(error).__name__, str(error), problems, endpoint)
 
     @property
     def is_ours(self) -> bool:
@@ -50,6 +53,8 @@ class Failure:
         """Return an exception that says the same; `where` names process and phase."""
         if self.kind == "ConfigError":
             return ConfigError(self.problems)
+        if self.kind == "EngineGone":
+            return EngineGone(self.endpoint, self.message)
         if self.is_ours:
             error: MilepostError = getattr(errors, self.kind)(self.message)
             return error

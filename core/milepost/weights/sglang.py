@@ -28,7 +28,7 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from milepost.errors import TransportError
+from milepost.errors import EngineGone, TransportError
 from milepost.weights.transport import Manifest, TensorSpec
 
 PREFIX: Final = "http://"
@@ -40,14 +40,6 @@ FENCED: Final = "fenced"
 
 # The path of the function is wire format: SGLang finds it by this name.
 LOADER: Final = "milepost.rollout.sglang.receiver.load"
-
-
-class EngineGone(TransportError):  # noqa: N818 it names what happened
-    """An engine's server did not answer: it died, or hangs. It did not refuse anything."""
-
-    def __init__(self, endpoint: str, message: str) -> None:
-        super().__init__(message)
-        self.endpoint = endpoint
 
 
 @dataclass(frozen=True, slots=True)

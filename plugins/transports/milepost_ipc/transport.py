@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from operator import methodcaller
 
 import torch
 from milepost.errors import TransportError
@@ -86,15 +87,14 @@ class IpcSender:
             specs = tuple(replace(spec, digest=digests.get(spec.name)) for spec in specs)
         manifest = Manifest(version, specs)
         with ExitStack() as closing:
-            receivers = [_connect(info, closing) for info in infos]
-            for receiver in receivers:
-                receiver.prepare(manifest)
+            hands = _Hands(infos, closing)
+            hands.do(methodcaller("prepare", manifest))
             for bucket in self._buckets(source):
-                for receiver in receivers:
-                    receiver.receive(bucket)
-            for receiver in receivers:
-                receiver.commit(version)
-        num_bytes = manifest.num_bytes * len(receivers)
+                hands.do(methodcaller("receive", bucket))
+            hands.raise_failure()
+            hands.do(methodcaller("commit", version))
+            hands.raise_failure()
+        num_bytes = manifest.num_bytes * len(infos)
         return PushReport(version, num_bytes, time.perf_counter() - started, tuple(info.index for info in infos))
 
     def _buckets(self, source: WeightSource) -> Iterator[list[tuple[str, Tensor]]]:
@@ -111,6 +111,36 @@ class IpcSender:
             size += num_bytes
         if bucket:
             yield bucket
+
+
+class _Hands:
+    """The receivers of one rank. One that fails is left out, and the others go on.
+
+    The rank has to read its source to the end whatever becomes of its engines: other ranks gather with it.
+    """
+
+    def __init__(self, infos: Sequence[EngineInfo], closing: ExitStack) -> None:
+        self._receivers: list[Receiver] = []
+        self._failure: TransportError | None = None
+        for info in infos:
+            try:
+                self._receivers.append(_connect(info, closing))
+            except TransportError as error:
+                self._failure = self._failure or error
+
+    def do(self, act: Callable[[Receiver], object]) -> None:
+        """Do something with each receiver that has not failed."""
+        for receiver in list(self._receivers):
+            try:
+                act(receiver)
+            except TransportError as error:
+                self._receivers.remove(receiver)
+                self._failure = self._failure or error
+
+    def raise_failure(self) -> None:
+        """Raise the first failure, if there was one."""
+        if self._failure is not None:
+            raise self._failure
 
 
 def _choose_rank(world: World, engine: EngineInfo) -> int:

@@ -117,7 +117,7 @@ class SGLangEngine:
 
     async def start(self) -> None:
         """Start the server. Raises RunError, with the end of its log, if it does not come up."""
-        await self._close()
+        await self.disconnect()
         await self.server.start()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
@@ -133,10 +133,11 @@ class SGLangEngine:
         if self._session is not None and self._pending and await self.server.alive():
             with suppress(EngineLost):  # it may leave before us
                 await self.abort()
-        await self._close()
+        await self.disconnect()
         await self.server.stop()
 
-    async def _close(self) -> None:
+    async def disconnect(self) -> None:
+        """End the connections, whatever the server does; requests end with EngineLost, and none is taken."""
         self._fenced = True
         if self._session is not None:
             await self._session.close()

@@ -35,7 +35,7 @@ CPU_CACHE_TOKENS = 65536
 """Most entries of the KV cache on a CPU, unless `max_total_tokens` is given."""
 
 GPU_DEFAULTS: Mapping[str, Any] = {"enable_memory_saver": True}
-"""Without the memory saver an engine cannot release memory to the trainer."""
+"""Without the memory saver an engine cannot release memory to a trainer on its own GPUs."""
 
 ELSEWHERE: Mapping[str, str] = {
     "model_path": "model.path",
@@ -53,6 +53,7 @@ ELSEWHERE: Mapping[str, str] = {
 MILEPOSTS: Mapping[str, str] = {
     "host": "the launcher decides where an engine listens",
     "port": "the launcher decides where an engine listens",
+    "nccl_port": "the launcher decides where an engine's ranks meet",
     "base_gpu_id": "the launcher decides which GPUs an engine has",
     "custom_weight_loader": "milepost's receiver takes the weights in",
     "weight_version": "the version is that of the last push",
@@ -130,18 +131,20 @@ def server_arguments(
     tensor_parallel: int = 1,
     seed: int = 0,
     trust_remote_code: bool = False,
+    colocated: bool = True,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what `ServerArgs` of one engine is made with, but for host and port; plain JSON data.
 
-    `device` is `cpu` or `cuda`, `dtype` as in `str(dtype)` without `torch.`, `max_positions` the longest context.
+    `device` is `cpu` or `cuda`, `dtype` as in `str(dtype)` without `torch.`, `max_positions` the longest context;
+    `colocated` says that the trainer wants the engine's memory while it sleeps.
     Raises ConfigError for options that SGLang does not have or that are not to be given.
     """
     from milepost.weights.sglang import LOADER  # brings torch; checking options does not
 
     if problems := check_options(options or {}):
         raise ConfigError(problems)
-    arguments: dict[str, Any] = dict(CPU_DEFAULTS if device == "cpu" else GPU_DEFAULTS)
+    arguments: dict[str, Any] = dict(CPU_DEFAULTS if device == "cpu" else GPU_DEFAULTS if colocated else {})
     if device == "cpu":
         arguments["max_total_tokens"] = min(CPU_CACHE_TOKENS, max_running_requests * (max_positions + SPARE_POSITIONS))
     return arguments | {

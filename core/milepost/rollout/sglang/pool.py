@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any
 
-from milepost.errors import RunError, TransportError
+from milepost.errors import EngineGone, MilepostError, RunError, TransportError
 from milepost.rollout.engine import MemoryTag, SamplingParams
 from milepost.rollout.sglang.engine import EngineLost, SGLangEngine, make_sample
 from milepost.samples import Sample, Status, Task
-from milepost.weights.sglang import EngineGone
 from milepost.weights.transport import PushReport, Sender, WeightSource
 
-Refill = Callable[[int], Awaitable[PushReport]]
-"""Pushes the pool's version to the engine of this index alone, while the others may be generating."""
+Refill = Callable[[int], Awaitable[PushReport | None]]
+"""Pushes the pool's version to the engine of this index alone, while the others may be generating.
+
+Gives None if there is no memory for it now; the engine then waits for the next push to all.
+"""
 
 SLACK = 8
 """Requests by which a prompt's own engine may exceed the least loaded one before a request goes there."""
@@ -38,11 +42,20 @@ class EnginePool:
     Requests of one task go to one engine, whose cache holds their prompt; tasks go where the fewest requests are. An
     engine that dies is fenced and its requests run again on another, or wait. While the pool is awake it is started
     again at once and refilled alone; while it sleeps, at the next `wake`, so that it never takes memory that the
-    trainer is using.
+    trainer is using. An engine that hangs counts as dead.
     """
 
-    def __init__(self, engines: Sequence[SGLangEngine], *, on_event: Callable[[str], object] | None = None) -> None:
-        """`on_event` is told what became of engines, in words."""
+    def __init__(
+        self,
+        engines: Sequence[SGLangEngine],
+        *,
+        on_event: Callable[[str], object] | None = None,
+        stall_timeout: float = math.inf,
+    ) -> None:
+        """`on_event` is told what became of engines, in words.
+
+        `stall_timeout` is how many seconds an engine may have requests without answering any.
+        """
         if not engines:
             raise ValueError("a pool needs at least one engine")
         self.engines = tuple(engines)
@@ -55,6 +68,13 @@ class EnginePool:
         self._deaths = dict.fromkeys(range(len(engines)), 0)
         self._restarts: dict[int, asyncio.Task[None]] = {}
         self._failure: BaseException | None = None
+        self._deferred: set[int] = set()
+        """Engines that were started again and wait for the next push to all."""
+        self._stall_timeout = stall_timeout
+        self._heard = dict.fromkeys(range(len(engines)), 0.0)
+        """When each engine last answered, or was asked the first of its requests."""
+        self._paused = False
+        self._ending: asyncio.Task[None] | None = None
         self._asleep: set[MemoryTag] = set()
         self._epoch = 0
         self._changed = asyncio.Event()
@@ -85,12 +105,12 @@ class EnginePool:
 
     async def stop(self) -> None:
         """Shut all engines down."""
-        running = [*self._restarts.values(), *([self._monitor] if self._monitor else [])]
+        running = [*self._restarts.values(), *(task for task in (self._monitor, self._ending) if task is not None)]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         self._restarts.clear()
-        self._monitor = None
+        self._monitor = self._ending = None
         await _together(engine.stop() for engine in self.engines)
 
     async def healthy(self) -> bool:
@@ -117,6 +137,7 @@ class EnginePool:
             self._deaths = dict.fromkeys(self._deaths, 0)
         for index in engines:
             self.engines[index].committed(version)
+        self._deferred.difference_update(engines)
         self._pulse()
 
     def gone(self, endpoint: str, error: BaseException) -> None:
@@ -137,14 +158,18 @@ class EnginePool:
 
     async def pause(self) -> None:
         """Stop decoding; requests are kept."""
+        self._paused = True
         await self._each(lambda engine: engine.pause())
 
     async def resume(self) -> None:
         """Go on decoding after `pause`."""
         await self._each(lambda engine: engine.resume())
+        now = time.monotonic()
+        self._heard = dict.fromkeys(self._heard, now)
+        self._paused = False
 
     async def sleep(self, tags: Sequence[MemoryTag]) -> None:
-        """Release the memory of these parts; engines that are being started again finish that first."""
+        """Release the memory of these parts, be they none; engines that are being started again finish that first."""
         await asyncio.gather(*self._restarts.values())
         self._asleep.update(tags)
         if "weights" in tags or "kv_cache" in tags:
@@ -188,17 +213,24 @@ class EnginePool:
             engine = await self._choose(task, epoch)
             if engine is None:
                 return make_sample(task, tokens, [], [], self._version, Status.ABORTED, str)
+            if not engine.num_pending:
+                self._heard[engine.index] = time.monotonic()
             try:
-                return await engine.generate(task, tokens, params, key)
+                sample = await engine.generate(task, tokens, params, key)
             except EngineLost as error:
                 last = error
                 self._lose(engine.index, error)
+            else:
+                self._heard[engine.index] = time.monotonic()
+                return sample
+        self._raise_failure()
         raise RunError(f"{MAX_TRIES} engines were lost while a request of task {task.index} ran: {last}")
 
     async def _choose(self, task: Task, epoch: int) -> SGLangEngine | None:
         """Return the engine for a request, waiting for one if all are lost; None if it was aborted meanwhile.
 
-        Raises RuntimeError if none takes requests and none is on its way.
+        Raises RunError if the last of them waits for the next push, RuntimeError if none takes requests for another
+        reason and none is on its way.
         """
         while True:
             self._raise_failure()
@@ -208,6 +240,12 @@ class EnginePool:
             if serving:
                 return self._least_loaded(task, serving)
             if not self._restarts:
+                if self._deferred:
+                    raise RunError(
+                        f"no engine is left to generate: {self._listed(self._deferred)} cannot be refilled before the "
+                        "next push, because there is no memory for the trainer's weights beside the engines; a "
+                        "smaller engine.options.mem_fraction_static leaves some"
+                    )
                 state = f"{' and '.join(sorted(self._asleep))} asleep" if self._asleep else "fenced; push weights first"
                 raise RuntimeError(f"no engine takes requests: {state}")
             self._changed.clear()
@@ -232,6 +270,8 @@ class EnginePool:
         if index in self._lost:
             return
         self._lost.add(index)
+        if self._failure is not None:
+            return
         self._deaths[index] += 1
         self._tell(f"engine {index} is lost: {error}")
         if not self._asleep:
@@ -251,6 +291,10 @@ class EnginePool:
                 self._lost.discard(index)
                 try:
                     report = await self.refill(index)
+                    if report is None:
+                        self._deferred.add(index)
+                        self._tell(f"engine {index} waits for the next push: there is no memory for a refill now")
+                        return
                     self.committed(report.version, report.engines)
                 except (EngineLost, TransportError) as error:
                     if await self.engines[index].server.alive():
@@ -260,7 +304,7 @@ class EnginePool:
                     self._tell(f"engine {index} is lost: {error}")
             self._tell(f"engine {index} serves version {self._version} again")
         except Exception as error:  # noqa: BLE001 whatever it was, it is raised to whoever waits for an engine
-            self._failure = error
+            self.fail(error)
         finally:
             del self._restarts[index]
             self._pulse()
@@ -274,9 +318,24 @@ class EnginePool:
         self._tell(f"engine {index} is started again")
         await engine.start()
 
+    def fail(self, error: BaseException) -> None:
+        """End all requests with an error, those to come too: the pool cannot go on."""
+        if self._failure is None:
+            self._failure = error
+            work = _together(engine.disconnect() for engine in self.engines)
+            self._ending = asyncio.get_running_loop().create_task(work, name="end all requests")
+        self._pulse()
+
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise RunError(f"an engine could not be replaced: {self._failure}") from self._failure
+        error = self._failure
+        if isinstance(error, MilepostError) and error.exit_code != RunError.exit_code:
+            raise error  # it is not the engines that failed
+        if error is not None:
+            raise RunError(f"an engine could not be replaced: {error}") from error
+
+    @staticmethod
+    def _listed(indices: Collection[int]) -> str:
+        return " and ".join(f"engine {index}" for index in sorted(indices))
 
     async def _watch(self) -> None:
         """Notice engines that die, or hang, while no request runs on them."""
@@ -290,6 +349,12 @@ class EnginePool:
                 if not await engine.server.alive():
                     self._lose(engine.index, EngineLost("its process ended"))
                     continue
+                silent = time.monotonic() - self._heard[engine.index]
+                if engine.num_pending and not self._paused and silent > self._stall_timeout:
+                    limit = f"cluster.stall_timeout ({self._stall_timeout:g} s)"
+                    message = f"none of its {engine.num_pending} requests was answered within {limit}"
+                    self._lose(engine.index, EngineLost(message))
+                    continue
                 failed[engine.index] = 0 if await engine.healthy() else failed[engine.index] + 1
                 if failed[engine.index] >= UNHEALTHY_LIMIT and engine.index not in self._lost:
                     self._lose(engine.index, EngineLost(f"it failed {UNHEALTHY_LIMIT} health checks in a row"))
@@ -297,12 +362,33 @@ class EnginePool:
     def _watched(self, monitor: asyncio.Task[None]) -> None:
         """A monitor that cannot go on is as good as a pool that cannot."""
         if not monitor.cancelled() and (error := monitor.exception()) is not None:
-            self._failure = error
-            self._pulse()
+            self.fail(error)
 
     def _pulse(self) -> None:
         """Wake whoever waits for an engine."""
         self._changed.set()
+
+
+def push_fenced(
+    pool: EnginePool,
+    push: Callable[[Collection[int]], PushReport],
+    version: int,
+    engines: Collection[int] | None = None,
+) -> PushReport:
+    """Fence these engines (default all), let `push` carry a version to those that are there, and serve it.
+
+    `push` returns when every engine has committed. An engine that dies meanwhile is left out, to be replaced and
+    refilled alone. Raises TransportError if one that lives did not commit; the engines then stay fenced.
+    """
+    while True:
+        present = pool.fence(engines)
+        try:
+            report = push(present)
+        except EngineGone as error:
+            pool.gone(error.endpoint, error)
+            continue
+        pool.committed(version, report.engines)
+        return report
 
 
 class PoolSender:
@@ -316,20 +402,8 @@ class PoolSender:
         self._pool = pool
 
     def push(self, version: int, source: WeightSource, engines: Collection[int] | None = None) -> PushReport:
-        """Fence, push, serve.
-
-        An engine that dies meanwhile is left out, to be replaced and refilled alone. Raises TransportError if one that
-        lives did not commit; the engines then stay fenced.
-        """
-        while True:
-            present = self._pool.fence(engines)
-            try:
-                report = self._sender.push(version, source, present)
-            except EngineGone as error:
-                self._pool.gone(error.endpoint, error)
-                continue
-            self._pool.committed(version, report.engines)
-            return report
+        """Push as `push_fenced` does."""
+        return push_fenced(self._pool, lambda present: self._sender.push(version, source, present), version, engines)
 
 
 async def _together(work: Any) -> None:

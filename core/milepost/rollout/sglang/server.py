@@ -85,15 +85,16 @@ class SGLangServer:
         self._environment = dict(environment or {})
         self._startup_timeout = startup_timeout
         self._on_wait = on_wait
-        self._port: int | None = None
+        self._ports: tuple[PortReservation, PortReservation] | None = None
+        """Of HTTP, and where the engine's ranks meet; kept from the first start on."""
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def endpoint(self) -> str:
         """URL. Raises RuntimeError before the first start."""
-        if self._port is None:
+        if self._ports is None:
             raise RuntimeError("the server was not started")
-        return f"http://{self._host}:{self._port}"
+        return f"http://{self._host}:{self._ports[0].port}"
 
     @property
     def pid(self) -> int:
@@ -109,11 +110,12 @@ class SGLangServer:
         """
         await self.stop()
         # The same port after a restart: transports keep the address of an engine.
-        self._port = self._port or free_port(self._host)
-        arguments = self._arguments | {"host": self._host, "port": self._port}
+        self._ports = self._ports or (PortReservation(self._host), PortReservation(""))
+        http, meeting = (reservation.port for reservation in self._ports)
+        arguments = self._arguments | {"host": self._host, "port": http, "nccl_port": meeting}
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
-            log.write(f"--- milepost: starting on port {self._port}\n".encode())
+            log.write(f"--- milepost: starting on port {http}\n".encode())
             log.flush()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "milepost.rollout.sglang.launch", json.dumps(arguments), str(os.getpid())],
@@ -192,6 +194,11 @@ def server_environment(device: str) -> dict[str, str]:
     environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     # Otherwise an engine on loopback would be looked for behind the proxy.
     environment["NO_PROXY"] = environment["no_proxy"] = "*"
+    if device == "cuda":
+        # Otherwise CUDA graphs keep their memory when they are told to release it.
+        environment.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "true")
+        # The trainer's ranks may leave unequal amounts of memory on the engine's GPUs.
+        environment.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "false")
     if device == "cpu":
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         environment.setdefault("OMP_NUM_THREADS", "1")
@@ -202,12 +209,19 @@ def server_environment(device: str) -> dict[str, str]:
     return environment
 
 
-def free_port(host: str) -> int:
-    """Return a TCP port that nobody listens on at this moment."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+class PortReservation:
+    """A TCP port of this machine that nobody else is given while this object lives.
+
+    The socket is bound and never listens: the kernel then gives the port to no one who asks for any, and a server that
+    sets SO_REUSEADDR, as they do, may listen on it.
+    """
+
+    def __init__(self, host: str) -> None:
+        """Reserve a port on an address of this machine; the empty text means all of them."""
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((host, 0))
+        self.port: int = self._socket.getsockname()[1]
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> str:
