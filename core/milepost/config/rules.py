@@ -248,16 +248,21 @@ def check_placement(loaded: Loaded, layout: ModelLayout | None, model: Choice | 
     world, engines = _divide(loaded, total, found)
     model_parallel = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel
     if trainer.backend == "torch":
-        keys = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel", "context_parallel")
-        for key in (*keys, "expert_parallel"):
+        for key in ("tensor", "pipeline", "virtual_pipeline", "context", "expert"):
+            key = f"{key}_parallel"
             if getattr(trainer, key) > 1:
                 found.problem(f"trainer.{key}", "is above 1, which the torch backend cannot do; use backend: megatron")
+        if trainer.sharding == "full" and world == 1:
+            found.warn("trainer.sharding", "full has no effect: there is one rank, which holds everything")
     elif world % model_parallel:
         found.problem(
             "trainer.tensor_parallel",
             f"tensor {trainer.tensor_parallel} x pipeline {trainer.pipeline_parallel} x context "
             f"{trainer.context_parallel} = {model_parallel} does not divide the {world} training ranks",
         )
+    if trainer.backend != "torch" and trainer.sharding != "auto":
+        message = f"{trainer.sharding} is for backend: torch; megatron shares out the optimizer's state by itself"
+        found.problem("trainer.sharding", f"{message}: leave it at auto")
     if trainer.sequence_parallel and trainer.tensor_parallel == 1:
         found.problem("trainer.sequence_parallel", "needs trainer.tensor_parallel above 1")
     if engine.backend == "local" and engine.gpus_per_engine > 1:
