@@ -12,6 +12,7 @@ from functools import partial
 from typing import cast
 
 from milepost.cluster.compute import launch
+from milepost.cluster.memory import Memory
 from milepost.components import AdvantageEstimator, ModelTraits
 from milepost.config.plan import Plan
 from milepost.config.schema import EvalDataset, Overlong
@@ -39,6 +40,8 @@ class Parts:
     trainer: Trainer
     push: Callable[[int], PushReport]
     """Carries the actor's weights to the engine as the given version."""
+    memory: Callable[[], Sequence[Memory]]
+    """Reads the memory of every rank's device."""
     estimator: AdvantageEstimator
     generator: RolloutGenerator
     held_out: tuple[HeldOut, ...]
@@ -105,6 +108,7 @@ async def assemble(plan: Plan) -> AsyncIterator[Parts]:
             engine=compute.engine,
             trainer=compute.trainer,
             push=compute.push,
+            memory=compute.memory,
             estimator=plan.advantage.build(),
             generator=RolloutGenerator(
                 engine=compute.engine,

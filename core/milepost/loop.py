@@ -1,8 +1,9 @@
-"""The colocated loop, top to bottom: the page to read first.
+"""The loop, top to bottom: the page to read first.
 
 One iteration: engines generate and rewards score; engines sleep; critic and actor train; the state is saved; the
-trainer makes room; the new weights go to the engines; held-out sets are evaluated. A resumed run enters right behind
-the save, so that everything after it is done once, no matter where the run was killed.
+trainer makes room; the new weights go to the engines; held-out sets are evaluated. Engines that do not share their
+devices with the trainer (`cluster.colocate: false`) neither sleep nor are made room for. A resumed run enters right
+behind the save, so that everything after it is done once, no matter where the run was killed.
 """
 
 from __future__ import annotations
@@ -60,8 +61,11 @@ async def generate(run: Run, index: int) -> Rollout | None:
         return None
     run.log_rollout(index, rollout, rollout_metrics(rollout))
     run.watch_rewards(rollout)
-    with run.phases(Phase.SLEEP):
-        await run.engine.sleep(("weights", "kv_cache", "graphs"))
+    if run.plan.colocated:
+        with run.phases(Phase.SLEEP):
+            await run.engine.sleep(("weights", "kv_cache", "graphs"))
+    else:
+        await run.engine.sleep(())  # nothing is released, but an engine that is being replaced finishes that first
     return rollout
 
 
@@ -72,6 +76,7 @@ def learn(run: Run, index: int, rollout: Rollout) -> None:
     turn.estimate(run.estimator)
     if plan.needs_critic:
         with run.phases(Phase.CRITIC):
+            make_room(run, "actor", EVERYTHING)  # still there where engines have devices of their own
             trainer.onload("critic", EVERYTHING)
             results = train_critic(trainer, turn, run.estimator)
             make_room(run, "critic", EVERYTHING)
@@ -95,19 +100,21 @@ def make_room(run: Run, role: Role, parts: tuple[Part, ...]) -> None:
 async def hand_over(run: Run, index: int) -> None:
     """Give the engines the weights as they are after rollout `index` (-1: before the first), and evaluate if due."""
     trainer, engine, phases = run.trainer, run.engine, run.phases
-    with phases(Phase.OFFLOAD):
-        for role in run.roles:
-            make_room(run, role, TRAINING_STATE if role == "actor" else EVERYTHING)
-    with phases(Phase.WAKE):
-        await engine.wake(("weights",))
+    if run.plan.colocated:
+        with phases(Phase.OFFLOAD):
+            for role in run.roles:
+                make_room(run, role, TRAINING_STATE if role == "actor" else EVERYTHING)
+        with phases(Phase.WAKE):
+            await engine.wake(("weights",))
     with phases(Phase.PUSH):
         trainer.onload("actor", WEIGHTS)
         report = run.push(index + 1)
         if engine.version != index + 1:
             raise RunError(f"the engine serves version {engine.version} after a push of version {index + 1}")
-    with phases(Phase.SERVE):
-        make_room(run, "actor", WEIGHTS)
-        await engine.wake(("kv_cache", "graphs"))
+    if run.plan.colocated:
+        with phases(Phase.SERVE):
+            make_room(run, "actor", WEIGHTS)
+            await engine.wake(("kv_cache", "graphs"))
     run.log_push(index, report)
     if run.evaluation_is_due(index):
         with phases(Phase.EVALUATE):

@@ -21,6 +21,7 @@ from milepost import registry
 from milepost.assembly import Parts, assemble
 from milepost.checkpoint import CheckpointStore, read_state, save_tensors, verify, write_state
 from milepost.cluster.logs import controller_log
+from milepost.cluster.memory import fullest
 from milepost.cluster.phases import Phase, Phases
 from milepost.config.plan import Plan
 from milepost.errors import CheckpointError, ConfigError, Problem, RunError
@@ -34,6 +35,8 @@ from milepost.training.turn import Turn
 from milepost.weights.transport import PushReport
 
 T = TypeVar("T")
+MEMORY = "perf/memory_"
+"""Metric prefix of the memory behind each phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,8 @@ class RunSummary:
     interrupted: bool
     evaluations: Mapping[str, tuple[float, float]]
     """Per held-out set: first and last accuracy."""
+    memory: Mapping[str, float] = field(default_factory=dict)
+    """Per phase: most gigabytes in use on one device at the end of it, over the run."""
 
     def __str__(self) -> str:
         curves = [f"{name} accuracy {first:.3f} -> {last:.3f}" for name, (first, last) in self.evaluations.items()]
@@ -82,7 +87,9 @@ class Run:
         self.plan = plan
         self.parts = parts
         self.tracker = tracker
-        self.phases = Phases()
+        self.phases = Phases(colocated=plan.colocated, on_end=self._measure_memory)
+        self._memory: dict[Phase, float] = {}
+        """Gigabytes in use at the end of each phase of this iteration."""
         self.store = CheckpointStore(plan.run_dir, keep=plan.config.checkpoint.keep)
         self.progress = Progress(data=parts.prompts.state_dict())
         self.saved_index: int | None = None
@@ -252,6 +259,10 @@ class Run:
                     f"{dump}. A lower optimizer.lr or optimizer.clip_grad, or another reward scale, may help"
                 )
 
+    def _measure_memory(self, phase: Phase) -> None:
+        """Note how much memory is in use behind a phase."""
+        self._memory[phase] = fullest(self.parts.memory())
+
     # What is written down
 
     def log_rollout(self, index: int, rollout: Rollout, metrics: Mapping[str, float]) -> None:
@@ -308,6 +319,8 @@ class Run:
             "perf/iteration_time": time.perf_counter() - self._since,
         }
         self._since = time.perf_counter()
+        memory, self._memory = self._memory, {}
+        metrics |= {f"{MEMORY}{phase.value}": used for phase, used in memory.items()}
         if index >= 0:
             self.tracker.log("perf", index, metrics)
 
@@ -335,11 +348,17 @@ class Run:
                 if key.startswith("eval/") and key.endswith("/accuracy"):
                     name = key.removeprefix("eval/").removesuffix("/accuracy")
                     evaluations[name] = (evaluations.get(name, (value, value))[0], value)
+        memory: dict[str, float] = {}
+        for line in self.tracker.lines("perf"):
+            for key, value in line.items():
+                if key.startswith(MEMORY):
+                    phase = key.removeprefix(MEMORY)
+                    memory[phase] = max(value, memory.get(phase, 0.0))
         done = self.progress.index + 1
         interrupted = self.interrupted or done < self.plan.num_rollouts
-        summary = RunSummary(self.plan.run_dir, done, interrupted, evaluations)
+        summary = RunSummary(self.plan.run_dir, done, interrupted, evaluations, memory)
         if not summary.interrupted:
-            text = json.dumps({"num_rollouts": done, "evaluations": evaluations}, indent=2)
+            text = json.dumps({"num_rollouts": done, "evaluations": evaluations, "memory_gb": memory}, indent=2)
             (self.plan.run_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
         return summary
 

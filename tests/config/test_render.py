@@ -69,21 +69,11 @@ def test_plan_as_text(project: Path) -> None:
     assert rows["batch"] == "8 prompts x 4 samples = 32 rollouts a step x 1 step"
     assert rows["length"] == "3 rollouts, 3 optimizer steps"
     assert rows["roles"] == "actor, critic"
-    assert rows["placement"] == "1 training rank (1 data-parallel), 1 engine, inline"
+    assert rows["placement"] == "1 training rank (1 data-parallel), 1 engine on the same devices, inline"
     assert rows["model"] == "1M parameters, 2 layers of 64, vocabulary 100"
     assert rows["advantage"].startswith("toy_gae, from local:toy_parts.py")
     assert rows["memory"].startswith("about 30.5 MiB a rank in float32: weights 3.81 MiB")
     assert text.splitlines()[-1] == "warning: eval.interval: has no effect: eval.datasets is empty (--set)"
-
-
-def test_plan_says_what_cannot_be_run(project: Path) -> None:
-    made = plan("engine.backend=sglang", "cluster.launcher=ray")
-    assert plan_text(made).splitlines()[-1] == (
-        "cannot be run: engine.backend: 'sglang' runs beside cluster.launcher: inline in this version; use that, or "
-        "'local' (--set)"
-    )
-    assert len(plan_data(made)["unsupported"]) == 1
-    assert plan_data(plan())["unsupported"] == []
 
 
 def test_plan_as_data(project: Path) -> None:

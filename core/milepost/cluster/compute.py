@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from milepost.cluster.building import build_engine, build_trainer, prepare_process
+from milepost.cluster.memory import Memory, read_memory
 from milepost.components import Transport
 from milepost.config.plan import Plan
 from milepost.rollout.engine import Engine
@@ -28,6 +29,8 @@ class Compute:
 
     Raises TransportError if an engine did not commit; that engine stays fenced.
     """
+    memory: Callable[[], Sequence[Memory]]
+    """Reads the memory of every rank's device."""
 
 
 def launch(plan: Plan, tokenizer: Tokenizer) -> AbstractAsyncContextManager[Compute]:
@@ -36,7 +39,7 @@ def launch(plan: Plan, tokenizer: Tokenizer) -> AbstractAsyncContextManager[Comp
         # Ray is an extra that only its own launcher needs.
         from milepost.cluster.ray_launcher import ray_compute
 
-        return ray_compute(plan)
+        return ray_compute(plan, tokenizer)
     return inline_compute(plan, tokenizer)
 
 
@@ -45,13 +48,21 @@ async def inline_compute(plan: Plan, tokenizer: Tokenizer) -> AsyncIterator[Comp
     """Compute in this process: one rank, one engine (or SGLang servers beside it)."""
     device, dtype = prepare_process(plan, plan.config.run.threads)
     trainer = build_trainer(plan, device, dtype)
+
+    def memory() -> Sequence[Memory]:
+        return [read_memory(device)]
+
     try:
         if plan.config.engine.backend == "sglang":
             # SGLang is an extra, and so is what talks to it.
             from milepost.cluster.sglang import inline_sglang
 
             async with inline_sglang(plan, tokenizer, trainer, device, dtype) as (pool, pool_sender):
-                yield Compute(trainer, pool, lambda version: pool_sender.push(version, trainer.source("actor")))
+
+                def push_all(version: int) -> PushReport:
+                    return pool_sender.push(version, trainer.source("actor"))
+
+                yield Compute(trainer, pool, push_all, memory)
             return
         engine = build_engine(plan, tokenizer, device, dtype)
         await engine.start()
@@ -63,7 +74,7 @@ async def inline_compute(plan: Plan, tokenizer: Tokenizer) -> AsyncIterator[Comp
             def push(version: int) -> PushReport:
                 return sender.push(version, trainer.source("actor"))
 
-            yield Compute(trainer, engine, push)
+            yield Compute(trainer, engine, push, memory)
         finally:
             await engine.stop()
     finally:

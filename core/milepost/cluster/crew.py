@@ -73,6 +73,11 @@ class Crew:
         self._identities: dict[str, Identity] = {}
         self._deaths: dict[asyncio.Future[Any], Member] = {}
 
+    @property
+    def stall_timeout(self) -> float:
+        """Seconds that a call may take unless it is given another limit."""
+        return self._stall_timeout
+
     def add(self, host: type[Host], name: str, threads: int, options: Mapping[str, Any]) -> Member:
         """Start a process that hosts `host`, where the Ray `options` say."""
         setup = Setup(name, self._run_dir, threads)
@@ -117,15 +122,16 @@ class Crew:
                 found[ref] = self._value(pending.pop(ref), ref, phase)
         return [found[ref] for _, ref in calls]
 
-    async def gather_async(self, calls: Sequence[Call], phase: str) -> list[Any]:
+    async def gather_async(self, calls: Sequence[Call], phase: str, timeout: float | None = None) -> list[Any]:
         """Return what the calls return, as `gather` does, without blocking the event loop."""
+        limit = self._stall_timeout if timeout is None else timeout
         begun = time.monotonic()
         futures = {_future(ref): (member, ref) for member, ref in calls}
         deaths = self._watched_deaths()
         pending = set(futures)
         found: dict[Any, Any] = {}
         while pending:
-            left = self._stall_timeout - (time.monotonic() - begun)
+            left = limit - (time.monotonic() - begun)
             if left <= 0:
                 raise self._stalled([futures[future][0] for future in pending], phase)
             waited = {*pending, *deaths}

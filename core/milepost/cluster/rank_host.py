@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from milepost.cluster.building import build_trainer, prepare_process
 from milepost.cluster.failures import Outcome
 from milepost.cluster.host import Host
+from milepost.cluster.memory import read_memory
 from milepost.cluster.messages import PlanMessage, Setup
 from milepost.cluster.shares import Delivery, Share
 from milepost.components import Transport
@@ -33,6 +34,7 @@ class RankHost(Host):
         self._store: TCPStore | None = None
         self._share = Share()
         self._plan: Plan
+        self._device: torch.device
         self._trainer: Trainer
         self._sender: Sender
 
@@ -61,6 +63,7 @@ class RankHost(Host):
         def build() -> object:
             self._plan = message.restore(self.setup.name)
             device, dtype = prepare_process(self._plan, self.setup.threads)
+            self._device = device
             ranks = None
             if self._plan.world_size > 1 or self._plan.config.trainer.backend != "torch":
                 self._join(rank, host, port, device)
@@ -108,11 +111,21 @@ class RankHost(Host):
 
     def offload(self, role: Role, parts: Collection[Part]) -> Outcome:
         """Move parts of a role to host memory."""
-        return self.run(f"offload {role}", lambda: self._trainer.offload(role, parts))
+
+        def offload() -> None:
+            self._trainer.offload(role, parts)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # an engine is waiting for the memory
+
+        return self.run(f"offload {role}", offload)
 
     def onload(self, role: Role, parts: Collection[Part]) -> Outcome:
         """Bring parts of a role back to the device."""
         return self.run(f"onload {role}", lambda: self._trainer.onload(role, parts))
+
+    def memory(self) -> Outcome:
+        """Return the `Memory` of this rank's device."""
+        return self.run("measure memory", lambda: read_memory(self._device))
 
     def save(self, folder: Path) -> Outcome:
         """Write the state of all trained roles."""

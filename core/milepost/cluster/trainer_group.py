@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from milepost.cluster.crew import Crew, Member
+from milepost.cluster.memory import Memory
 from milepost.cluster.messages import PlanMessage
 from milepost.cluster.shares import FORWARD_COLUMNS, Delivery, Shares, local_schedule
 from milepost.training.schedule import Schedule, StepSchedule
@@ -28,6 +30,8 @@ class TrainerGroup:
         self._members = list(members)
         self._world = World(())
         self._shares = Shares(1, keep_results=True)
+        self._turn = threading.Lock()
+        """An engine may be refilled while the loop saves: all ranks are to get the calls in one order."""
 
     def build(self, message: PlanMessage, host: str, port: int) -> None:
         """Let all ranks meet at `host`:`port` and build their trainers."""
@@ -71,13 +75,15 @@ class TrainerGroup:
     ) -> list[Any]:
         """Call every rank with its data-parallel rank's schedule and delivery."""
         calls = [
-            member.call(method, role, schedules[info.data], deliveries[info.data], *more)
+            (member, (method, role, schedules[info.data], deliveries[info.data], *more))
             for member, info in zip(self._members, self._world.ranks, strict=True)
         ]
-        return self._crew.gather(calls, f"{method} {role}")
+        with self._turn:
+            return self._crew.gather([member.call(*call) for member, call in calls], f"{method} {role}")
 
     def _on_all(self, phase: str, method: str, *args: Any) -> list[Any]:
-        return self._crew.gather([member.call(method, *args) for member in self._members], phase)
+        with self._turn:
+            return self._crew.gather([member.call(method, *args) for member in self._members], phase)
 
     def offload(self, role: Role, parts: Collection[Part]) -> None:
         """Move these parts of the role to host memory on all ranks."""
@@ -86,6 +92,10 @@ class TrainerGroup:
     def onload(self, role: Role, parts: Collection[Part]) -> None:
         """Bring these parts of the role back to the device on all ranks."""
         self._on_all(f"onload {role}", "onload", role, tuple(parts))
+
+    def memory(self) -> list[Memory]:
+        """Read how much memory each rank's device has in use."""
+        return self._on_all("measure memory", "memory")
 
     def source(self, role: Role) -> WeightSource:
         """Not here: weights are with the ranks, which push them. Raises NotImplementedError."""

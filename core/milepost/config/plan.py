@@ -65,6 +65,11 @@ class Plan:
     """Held-out set to its own reward, for those that have one; the others use `reward`."""
 
     @property
+    def colocated(self) -> bool:
+        """Whether engines and trainer take turns on the same devices."""
+        return self.config.cluster.colocate
+
+    @property
     def num_steps(self) -> int:
         """Optimizer steps of the actor in the whole run."""
         return (self.num_rollouts - self.critic_warmup) * self.steps_per_rollout

@@ -11,7 +11,7 @@ import yaml
 
 from milepost.config.estimates import estimate
 from milepost.config.plan import Plan
-from milepost.config.runnable import unsupported
+from milepost.config.refill import refill_text
 from milepost.config.schema import RunConfig
 
 _VALUE_WIDTH = 44
@@ -91,7 +91,6 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "layout": asdict(plan.layout),
         "estimates": asdict(estimate(plan)),
         "warnings": list(plan.warnings),
-        "unsupported": [str(problem) for problem in unsupported(plan)],
     }
 
 
@@ -99,7 +98,6 @@ def plan_text(plan: Plan) -> str:
     """Return a plan to read: every value with its origin, then what follows from them."""
     lines = [*config_lines(plan.config, plan.origins), "", *_summary(plan)]
     notes = [f"warning: {warning}" for warning in plan.warnings]
-    notes += [f"cannot be run: {problem}" for problem in unsupported(plan)]
     lines += ["", *notes] if notes else []
     return "\n".join(lines)
 
@@ -122,7 +120,8 @@ def _summary(plan: Plan) -> list[str]:
         (
             "placement",
             f"{_count(plan.world_size, 'training rank')} ({plan.data_parallel} data-parallel), "
-            f"{_count(engines, 'engine')}, {plan.config.cluster.launcher}",
+            f"{_count(engines, 'engine')} {'on the same devices' if plan.colocated else 'on devices of their own'}, "
+            f"{plan.config.cluster.launcher}",
         ),
         (
             "model",
@@ -148,6 +147,8 @@ def _summary(plan: Plan) -> list[str]:
             f"{quantity(cost.flops_per_rollout)} FLOP on a rollout, prompts aside",
         ),
     ]
+    if plan.config.engine.backend == "sglang":
+        rows.append(("a lost engine", refill_text(plan)))
     if cost.frozen_roles:
         rows.append(("host memory", f"about {binary(cost.weights * cost.frozen_roles)} of frozen weights"))
     return table(rows)

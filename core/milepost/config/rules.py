@@ -235,8 +235,14 @@ def check_placement(loaded: Loaded, layout: ModelLayout | None, model: Choice | 
             f"launcher inline is one process on one device, got {cluster.nodes} x {devices}; use cluster.launcher: ray",
         )
         total = 1
-    if cluster.launcher == "inline" and (engine.num_engines or 1) > 1:
-        found.problem("engine.num_engines", f"{engine.num_engines}, but launcher inline runs one; use launcher: ray")
+    if cluster.launcher == "inline" and engine.backend == "local" and (engine.num_engines or 1) > 1:
+        found.problem(
+            "engine.num_engines", f"{engine.num_engines}, but launcher inline runs one local engine; use launcher: ray"
+        )
+    if cluster.launcher == "inline" and not cluster.colocate:
+        found.problem(
+            "cluster.colocate", "false, but launcher inline has one device for all; use cluster.launcher: ray"
+        )
     if config.run.device == "cpu" and cluster.gpus_per_node > 0:
         found.problem("run.device", f"cpu contradicts cluster.gpus_per_node {cluster.gpus_per_node}; give one of them")
     transport = cast("TransportTraits", loaded.choices["transport"].component.traits)
@@ -277,6 +283,14 @@ def _divide(loaded: Loaded, total: int, found: Findings) -> tuple[int, int]:
     cluster, engine = loaded.config.cluster, loaded.config.engine
     size = engine.gpus_per_engine
     if cluster.gpus_per_node == 0:
+        if size > 1:
+            found.problem("engine.gpus_per_engine", f"{size}, but cluster.gpus_per_node is 0: engines are on CPUs")
+        return total, engine.num_engines or 1
+    if cluster.gpus_per_node % size and (size > cluster.gpus_per_node or cluster.nodes > 1):
+        found.problem(
+            "engine.gpus_per_engine",
+            f"{size} does not divide the {cluster.gpus_per_node} GPUs of a machine, and an engine's GPUs are of one",
+        )
         return total, engine.num_engines or 1
     if cluster.colocate:
         engines = engine.num_engines or max(1, total // size)

@@ -1,8 +1,8 @@
-"""Whether what was planned can be started here: parts that are not built yet, and packages that are not installed."""
+"""Whether what was planned can be started here: packages that are not installed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 
 from milepost.config.plan import Plan
@@ -29,17 +29,6 @@ _EXTRAS: tuple[tuple[str, Callable[[Plan], bool], tuple[str, ...], str], ...] = 
 """(path, whether the plan asks for it, packages, remedy)."""
 
 
-def unsupported(plan: Plan) -> Iterator[Problem]:
-    """Yield what can be planned and not yet be run."""
-    config = plan.config
-    if not config.cluster.colocate:
-        message = "false can be planned, but not be run by this version; use true"
-        yield Problem("cluster.colocate", message, plan.origins.get("cluster.colocate", ""))
-    if config.engine.backend == "sglang" and config.cluster.launcher != "inline":
-        message = "'sglang' runs beside cluster.launcher: inline in this version; use that, or 'local'"
-        yield Problem("engine.backend", message, plan.origins.get("engine.backend", ""))
-
-
 def _is_installed(package: str) -> bool:
     """Whether a package, or a submodule of it, is there; the parent of a submodule is imported, so keep that light."""
     parent, _, _ = package.partition(".")
@@ -47,8 +36,8 @@ def _is_installed(package: str) -> bool:
 
 
 def check_runnable(plan: Plan) -> None:
-    """Raise ConfigError if this version or this environment cannot run the plan. Imports nothing."""
-    problems = list(unsupported(plan))
+    """Raise ConfigError if this environment cannot run the plan. Imports nothing."""
+    problems = []
     for path, asked, packages, remedy in _EXTRAS:
         absent = [package for package in packages if not _is_installed(package)]
         if asked(plan) and absent:

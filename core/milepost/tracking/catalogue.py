@@ -102,6 +102,11 @@ CATALOGUE: dict[str, Entry] = {
     "perf/wake_time": Entry("Engines taking the memory of their weights back.", "seconds"),
     "perf/push_time": Entry("Pushing the weights, from the call to the last engine's commit.", "seconds"),
     "perf/serve_time": Entry("The actor's weights leaving, KV cache and graphs coming back.", "seconds"),
+    "perf/memory_NAME": Entry(
+        "Memory in use at the end of the phase NAME (generate, sleep, actor and so on) on the fullest device: of a GPU "
+        "by all processes, engines included; without GPUs by one rank's process (its resident set).",
+        "gigabytes",
+    ),
     "perf/update_weights_gb_per_second": Entry("Rate of the push alone.", "gigabytes per second"),
     "perf/iteration_time": Entry("One whole iteration, from hand-over to hand-over.", "seconds"),
     "eval/NAME/accuracy": Entry("Mean reward on the held-out set NAME, over all of its samples.", "reward"),

@@ -205,7 +205,7 @@ class HttpReceiver:
         self.post(self._buffer.packets({"act": "commit", "version": version}))
         self._buffer.check(self._endpoint)
         # What the cache holds was computed with the old weights.
-        request(self._endpoint, "/flush_cache?timeout=30", {}, self._timeout)
+        request(self._endpoint, "/flush_cache", {}, self._timeout)
         body = {"new_version": str(version), "abort_all_requests": False}
         request(self._endpoint, "/update_weight_version", body, self._timeout)
 

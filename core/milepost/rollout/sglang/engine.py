@@ -32,6 +32,9 @@ KEEP_ALIVE_SECONDS = 3.0
 CONTROL_SECONDS = 300.0
 """How long a server may take over a call that is no generation."""
 
+IDLE_SECONDS = 30.0
+"""How long a server may take to come to rest behind its last request."""
+
 ABORT_SECONDS = 0.2
 """How long to wait for running requests to end before they are told again."""
 
@@ -196,10 +199,23 @@ class SGLangEngine:
         if "weights" in parts:
             self._fenced = True
         if parts:
-            # A server that is not idle to its last batch dies of releasing memory; flushing tells when it is.
-            await self._post("/flush_cache?timeout=30", {})
+            await self._flush()
             await self._post("/release_memory_occupation", {"tags": [TAGS[tag] for tag in parts]})
             self._asleep.update(parts)
+
+    async def _flush(self) -> None:
+        """Drop the cache, and so make sure that the server is idle to its last batch: else it dies of releasing memory.
+
+        The server is asked anew until it is: told to wait by itself, it looks at its idleness once a second.
+        """
+        deadline = asyncio.get_running_loop().time() + IDLE_SECONDS
+        while True:
+            status, content = await self._call("/flush_cache", {}, CONTROL_SECONDS)
+            if status == 200:
+                return
+            if asyncio.get_running_loop().time() > deadline:
+                raise RunError(f"engine {self.index} was not idle within {IDLE_SECONDS:g} s: {_said(content)}")
+            await asyncio.sleep(0.005)
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
         """Take the memory of these parts back."""

@@ -105,13 +105,21 @@ class EnginePool:
 
     async def stop(self) -> None:
         """Shut all engines down."""
+        await self._end_tasks()
+        await _together(engine.stop() for engine in self.engines)
+
+    async def leave(self) -> None:
+        """End everything here and leave the servers to whoever else ends them."""
+        await self._end_tasks()
+        await _together(engine.disconnect() for engine in self.engines)
+
+    async def _end_tasks(self) -> None:
         running = [*self._restarts.values(), *(task for task in (self._monitor, self._ending) if task is not None)]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         self._restarts.clear()
         self._monitor = self._ending = None
-        await _together(engine.stop() for engine in self.engines)
 
     async def healthy(self) -> bool:
         """Whether every engine answers."""
