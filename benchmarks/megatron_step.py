@@ -1,11 +1,17 @@
 """One optimizer step of the Megatron trainer on one GPU: time, model FLOPs utilisation, memory, and what milepost adds.
 
     python benchmarks/megatron_step.py [--recompute none selective full] [--micro-tokens 8192 4096] [--out RESULT.json]
+    python benchmarks/megatron_step.py --recompute none --micro-tokens 8192 --kernels all none all-head all-norms
 
 Qwen3-4B's shape with random weights in bfloat16, 16,384 packed tokens in sequences of 4,096, GRPO's loss with entropy,
 one optimizer step; median of 20 steps after 5 of warm-up. Utilisation counts forward and backward once, without
 recomputation, over 990 TFLOP/s. The bare loop is the same model, rows and optimizer with the sum of log-probs as loss,
-without milepost's loss, metrics and step. Prints a table and, as the last line, JSON.
+without milepost's loss, metrics and step. Prints a table, a line of JSON for each row, and in the last line all of it.
+
+`--kernels` says which of `milepost.training.kernels` are used, one row for each: `all`, `none`, names with `+` between
+them, or `all-NAME` for all but one. `@cudnn` behind it makes samples of one length attend through cuDNN where that
+serves, `@ragged` makes every other sequence shorter and longer by a quarter. All rows have the same model, and the
+learning rate is 0, so that loss and gradient norm of a row say whether its kernels compute the same.
 """
 
 from __future__ import annotations
@@ -16,7 +22,9 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +34,15 @@ from milepost.config.plan import Choice, Plan
 from milepost.config.schema import RunConfig
 from milepost.functional.aggregation import token_weights
 from milepost.training.inputs import PolicyInputs, TokenLoss
+from milepost.training.kernels import Kernels, only
 from milepost.training.megatron import parallel
 from milepost.training.megatron.trainer import MegatronTrainer
 from milepost.training.schedule import StepSchedule, make_schedule
-from milepost.training.trainer import Batch
+from milepost.training.trainer import Batch, Part
 from milepost.weights.layouts import dense_layout, dense_train_flops
 from milepost_qwen3.recipe import Qwen3Recipe
 from safetensors.torch import save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PEAK = 990e12
 CONFIGS = {
@@ -89,7 +99,7 @@ def make_plan(path: Path, config: dict[str, Any], recompute: str, sequences: int
         "data": {"path": "none.jsonl"},
         "reward": {"name": "none"},
         "trainer": {"backend": "megatron", "recompute": recompute},
-        "optimizer": {"lr": 1e-6},
+        "optimizer": {"lr": 0.0},
     }
     return Plan(
         config=RunConfig.model_validate(given),
@@ -116,15 +126,15 @@ def make_plan(path: Path, config: dict[str, Any], recompute: str, sequences: int
     )
 
 
-def make_batch(sequences: int, length: int, vocab_size: int) -> Batch:
+def make_batch(lengths: Sequence[int], vocab_size: int) -> Batch:
     """Sequences of which all but the first 256 tokens were sampled."""
     generator = torch.Generator().manual_seed(0)
-    total = sequences * length
-    lengths = torch.full((sequences,), length)
-    mask = torch.arange(total) % length >= 256
-    weights = token_weights(mask, lengths, torch.arange(sequences), aggregation="sample_mean")
+    counts = torch.tensor(lengths)
+    total = sum(lengths)
+    mask = torch.cat([torch.arange(length) >= 256 for length in lengths])
+    weights = token_weights(mask, counts, torch.arange(len(lengths)), aggregation="sample_mean")
     return Batch(
-        lengths,
+        counts,
         {
             "tokens": torch.randint(0, vocab_size, (total,), generator=generator).to(torch.int32),
             "mask": mask,
@@ -162,49 +172,89 @@ def bare_step(trainer: MegatronTrainer, step: StepSchedule, batch: Batch) -> Cal
     return run
 
 
-def measure(path: Path, config: dict[str, Any], recompute: str, micro_tokens: int, arguments: Any) -> dict[str, Any]:
-    sequences, length = arguments.tokens // arguments.length, arguments.length
-    result: dict[str, Any] = {"recompute": recompute, "micro_tokens": micro_tokens}
+def kernel_names(text: str) -> tuple[str, ...]:
+    """Read which kernels a row uses."""
+    known = tuple(field.name for field in fields(Kernels))
+    if text == "none":
+        return ()
+    if text.startswith("all"):
+        dropped = text.removeprefix("all").split("-")[1:]
+        if set(dropped) - set(known):
+            raise SystemExit(f"--kernels {text}: there are {', '.join(known)}")
+        return tuple(name for name in known if name not in dropped)
+    return tuple(text.split("+"))
+
+
+@contextmanager
+def used(text: str) -> Iterator[None]:
+    """Use the kernels that a row names."""
+    names, _, attention = text.partition("@")
+    with ExitStack() as stack:
+        stack.enter_context(only(*kernel_names(names)))
+        if attention == "cudnn":
+            first = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+            stack.enter_context(sdpa_kernel(first, set_priority=True))
+        yield
+
+
+def measure(
+    path: Path, config: dict[str, Any], recompute: str, micro_tokens: int, arguments: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield one row for each choice of kernels, all with the same model."""
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    plan = make_plan(path, config, recompute, sequences)
+    plan = make_plan(path, config, recompute, arguments.tokens // arguments.length)
     trainer = MegatronTrainer(
         plan, recipe=Qwen3Recipe(), algorithm=Clip(), device=torch.device("cuda"), dtype=torch.bfloat16
     )
     try:
-        batch = make_batch(sequences, length, config["vocab_size"])
-        step = make_schedule(
-            [length] * sequences,
-            range(sequences),
-            data_parallel=1,
-            global_batch_size=sequences,
-            steps_per_rollout=1,
-            token_budget=micro_tokens,
-        ).steps[0]
-        took = seconds(lambda: trainer.step("actor", step, batch), arguments.steps, arguments.warm_up)
-        bare = seconds(bare_step(trainer, step, batch), arguments.steps, arguments.warm_up)
-        flops = sequences * dense_train_flops(plan.layout, length)
-        result |= {
-            "seconds": took,
-            "mfu": flops / took / PEAK,
-            "overhead": took / bare - 1,
-            "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-        }
+        for kernels in arguments.kernels:
+            row = {"recompute": recompute, "micro_tokens": micro_tokens, "kernels": kernels}
+            yield row | measure_row(trainer, plan, config["vocab_size"], micro_tokens, kernels, arguments)
         if arguments.offload:
-            result |= measure_offload(trainer)
-    except torch.OutOfMemoryError:
-        result["seconds"] = None
+            yield {"offload": True, **measure_offload(trainer)}
     finally:
         trainer.close()
         parallel.destroy()
         gc.collect()
+
+
+def measure_row(
+    trainer: MegatronTrainer, plan: Plan, vocab_size: int, micro_tokens: int, kernels: str, arguments: Any
+) -> dict[str, Any]:
+    """Time a step with the kernels that a row names; without seconds where it ran out of memory."""
+    sequences, length = plan.global_batch_size, arguments.length
+    spread = length // 4 if kernels.endswith("@ragged") else 0
+    lengths = [length + (spread if index % 2 else -spread) for index in range(sequences)]
+    batch = make_batch(lengths, vocab_size)
+    step = make_schedule(
+        lengths,
+        range(sequences),
+        data_parallel=1,
+        global_batch_size=sequences,
+        steps_per_rollout=1,
+        token_budget=micro_tokens,
+    ).steps[0]
+    flops = sum(dense_train_flops(plan.layout, length) for length in lengths)
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        with used(kernels):
+            took = seconds(lambda: trainer.step("actor", step, batch), arguments.steps, arguments.warm_up)
+            peak = torch.cuda.max_memory_allocated()
+            metrics = trainer.step("actor", step, batch).metrics
+            result: dict[str, Any] = {"seconds": took, "mfu": flops / took / PEAK, "peak_gb": peak / 1e9}
+            result |= {name: metrics[name] for name in ("loss", "grad_norm")}
+            if arguments.bare:
+                bare = seconds(bare_step(trainer, step, batch), arguments.steps, arguments.warm_up)
+                result["overhead"] = took / bare - 1
+    except torch.OutOfMemoryError:
+        return {"seconds": None}
     return result
 
 
 def measure_offload(trainer: MegatronTrainer) -> dict[str, float]:
     """Give everything back and take it again: what stays, and how fast it moved the second time."""
     role = trainer._trained["actor"]
-    parts = ("weights", "gradients", "optimizer")
+    parts: tuple[Part, ...] = ("weights", "gradients", "optimizer")
     for _ in range(2):
         trainer.offload("actor", parts)
         left = torch.cuda.memory_allocated() / 1e9
@@ -213,6 +263,21 @@ def measure_offload(trainer: MegatronTrainer) -> dict[str, float]:
         role.wait_for_optimizer()
         back = [copy.gigabytes_per_second for copy in (role._weights, role._optimizer_state) if copy is not None]
     return {"offloaded_gb_left": left, "offload_gb_s": min(away), "onload_gb_s": min(back)}
+
+
+def table_row(row: dict[str, Any]) -> str:
+    """A measured row to read."""
+    if "offload" in row:
+        return (
+            "offloaded: {offloaded_gb_left:.2f} GB left, {offload_gb_s:.0f} GB/s away, {onload_gb_s:.0f} back".format(
+                **row
+            )
+        )
+    head = f"{row['recompute']:10} {row['micro_tokens']:6} "
+    if row["seconds"] is None:
+        return f"{head}out of memory  {row['kernels']}"
+    over = f"{row['overhead']:9.1%}" if "overhead" in row else " " * 9
+    return f"{head}{row['seconds']:8.3f} {row['mfu']:6.3f} {over} {row['peak_gb']:8.1f}  {row['kernels']}"
 
 
 def main() -> None:
@@ -224,24 +289,28 @@ def main() -> None:
     parser.add_argument("--micro-tokens", nargs="+", type=int, default=[16384, 8192, 4096])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--kernels", nargs="+", default=["all"], help="which of milepost's GPU kernels, see above")
+    parser.add_argument("--no-bare", dest="bare", action="store_false", help="leave the bare loop out")
     parser.add_argument("--offload", action="store_true", help="also measure giving memory back and taking it again")
     parser.add_argument("--out", type=Path, help="also write the JSON there")
     arguments = parser.parse_args()
     config = {**COMMON, **CONFIGS[arguments.model]}
+    for kernels in arguments.kernels:
+        with used(kernels):
+            pass  # an unknown name is told before anything is built
     rows = []
-    print(f"{'recompute':10} {'micro':>6} {'seconds':>8} {'MFU':>6} {'over bare':>9} {'peak GB':>8}", flush=True)
+    print(
+        f"{'recompute':10} {'micro':>6} {'seconds':>8} {'MFU':>6} {'over bare':>9} {'peak GB':>8}  kernels", flush=True
+    )
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
         write_checkpoint(path, config)
         for recompute in arguments.recompute:
             for micro_tokens in arguments.micro_tokens:
-                row = measure(path, config, recompute, micro_tokens, arguments)
-                rows.append(row)
-                if row["seconds"] is None:
-                    print(f"{recompute:10} {micro_tokens:6} out of memory", flush=True)
-                    continue
-                numbers = f"{row['seconds']:8.3f} {row['mfu']:6.3f} {row['overhead']:9.1%} {row['peak_gb']:8.1f}"
-                print(f"{recompute:10} {micro_tokens:6} {numbers}", flush=True)
+                for row in measure(path, config, recompute, micro_tokens, arguments):
+                    rows.append(row)
+                    print(table_row(row), flush=True)
+                    print(json.dumps(row), flush=True)
     result = {
         "model": arguments.model,
         "tokens": arguments.tokens,

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from milepost.training.kernels import KERNELS, has_grouped_varlen
 from milepost.training.packing import Layout
 
 ATTENTION = "milepost_packed"
@@ -215,7 +216,7 @@ def _varlen(
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             extra["enable_gqa"] = True
-        else:  # torch 2.11
+        elif not (KERNELS.grouped and has_grouped_varlen(q.device)):
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     before = -1 if window is None else window - 1
     out = varlen_attn(

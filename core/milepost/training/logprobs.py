@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from milepost.training.kernels import add_product
+from milepost.training.streamed import is_streamed, streamed_log_probs
+
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
 """Logits that exist at once, by device type: 16 MiB on a CPU stays near the cache, 512 MiB keeps a GPU busy."""
 
@@ -75,7 +78,13 @@ def token_log_probs(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} were "
             "given, expected [n, H], [V, H] and [n]"
         )
-    arguments = (hidden, weight, bias, targets, settings or HeadSettings(), entropy)
+    settings = settings or HeadSettings()
+    if bias is None and settings.softcap is None and is_streamed(hidden):
+        # Its logits take half of the memory, so twice as many may exist.
+        rows = 2 * chunk_rows(hidden.shape[0], weight.shape[0], hidden.device, settings)
+        factor = settings.logit_scale / settings.temperature
+        return streamed_log_probs(hidden, weight, targets, factor=factor, rows=rows, entropy=entropy)
+    arguments = (hidden, weight, bias, targets, settings, entropy)
     result: tuple[Tensor, Tensor | None] = _ChunkedHead.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
@@ -178,7 +187,7 @@ class _ChunkedHead(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[part]
+                add_product(grad_weight, grad.t(), hidden[part])
             elif need_weight:
                 grad_weight = grad.t() @ hidden[part]
         return (

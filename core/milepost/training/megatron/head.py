@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from milepost.training.kernels import add_product
 from milepost.training.logprobs import HeadSettings, chunk_rows, token_log_probs
 
 
@@ -138,7 +139,7 @@ class _VocabParallelHead(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[part]
+                add_product(grad_weight, grad.t(), hidden[part])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 5
 
 

@@ -19,6 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from milepost.training.attention import packed_attention, ragged_attention
+from milepost.training.kernels import KERNELS, fused, rms_norm_fused
 from milepost.training.megatron.parallel import gather_rows
 from milepost.training.megatron.rows import Attendance
 
@@ -118,6 +119,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise."""
+        if x.is_cuda and KERNELS.norms:
+            return rms_norm_fused(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -143,8 +146,8 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return (wide * cosines + torch.cat([-second, first], -1) * sines).to(x.dtype)
 
 
-rotate_fused = torch.compile(rotate, dynamic=True)
-"""One kernel in place of eight; compiled on first use."""
+rotate_fused = fused(rotate)
+"""One kernel in place of eight."""
 
 
 def layer_spec(config: Any) -> ModuleSpec:

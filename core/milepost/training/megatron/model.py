@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from milepost.errors import CheckpointError
 from milepost.recipe import MegatronModel
 from milepost.training.logprobs import HeadSettings
+from milepost.training.megatron.accumulation import accumulates_in_products
 from milepost.training.megatron.head import vocab_parallel_log_probs
 from milepost.training.megatron.layers import RMSNorm, Rotation, RowParams
 from milepost.training.megatron.parallel import Parallelism
@@ -64,7 +65,7 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",  # the one that knows rows of different lengths
         "use_cpu_initialization": not on_gpu,
         "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": accumulates_in_products(device),
         "bias_activation_fusion": on_gpu,
         "bias_dropout_fusion": on_gpu,
         # With interleaving, sends are still under way when outputs would be freed: gloo would send what came after.
