@@ -34,7 +34,7 @@ quickstart: $(VENV)/.quickstart  ## set up, then train a tiny Qwen3 on sums with
 	$(BIN)/milepost train examples/quickstart.yaml --set run.seed=$(SEED) --run-dir $(RUN_DIR) $(ARGS)
 
 test: $(VENV)/.dev  ## set up what the tests need and run them all (PYTEST_ARGS="...")
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(VENV)/.dev  ## lint, formatting, types
 	$(BIN)/ruff check $(CHECKED)

@@ -1,7 +1,9 @@
-"""What tests of whole runs share: a tiny policy with problems, made by the quickstart's own code."""
+"""The order of the test files, and what tests of whole runs share: a tiny policy, made by the quickstart's own code."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -21,13 +23,31 @@ def score(sample):
 '''
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "takes(seconds): how long this file takes on two idle cores; the longest go first"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first: one that is begun last would be waited for by all other workers."""
+    seconds = {item.path: mark.args[0] for item in items if (mark := item.get_closest_marker("takes"))}
+    items.sort(key=lambda item: -seconds.get(item.path, 0))
+
+
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `model`, `train.jsonl` and `heldout.jsonl`: a Qwen3 of two layers that hardly does sums."""
-    out = tmp_path_factory.mktemp("policy") / "made"
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # the workers share one
+    out = folder / "policy"
     maker = ROOT / "examples" / "quickstart" / "make.py"
     settings = ["--hidden", "32", "--layers", "2", "--steps", "40", "--threads", "1"]
-    subprocess.run([sys.executable, str(maker), "--out", str(out), *settings], check=True, capture_output=True)
+    with (folder / "policy.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():  # the maker's folder is complete or absent
+            subprocess.run([sys.executable, str(maker), "--out", str(out), *settings], check=True, capture_output=True)
     return out
 
 

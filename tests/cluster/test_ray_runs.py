@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,11 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
+from commands import Command
 from milepost.cli import cli
+from runs import logged, numbers
+
+pytestmark = pytest.mark.takes(80)
 
 CLUSTER = """
 import sys
@@ -108,27 +110,12 @@ def cluster() -> Iterator[str]:
     assert process.wait(timeout=60) == 0
 
 
-def start(
-    folder: Path, run_dir: str, *sets: str, cluster: str | None = None, flags: tuple[str, ...] = ()
-) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "milepost", "train", "run.yaml", "--no-progress", "--run-dir", run_dir, *flags]
-    for item in sets:
-        command += ["--set", item]
+def start(folder: Path, run_dir: str, *sets: str, cluster: str | None = None, flags: tuple[str, ...] = ()) -> Command:
     environment = ENVIRONMENT if cluster is None else {**ENVIRONMENT, "RAY_ADDRESS": cluster}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=environment
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=180)
-    return process.returncode, output
-
-
-def numbers(run_dir: Path) -> list[dict[str, Any]]:
-    """Every line of metrics.jsonl without wall-clock times."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if not k.startswith("perf/") and k != "time"} for record in records]
+    arguments = ["train", "run.yaml", "--no-progress", "--run-dir", run_dir, *flags]
+    for item in sets:
+        arguments += ["--set", item]
+    return Command(*arguments, cwd=folder, environment=environment)
 
 
 def process_id(log: Path) -> int:
@@ -145,7 +132,7 @@ def finished(folder: Path, cluster: str) -> dict[str, str]:
     }
     outputs = {}
     for name, process in runs.items():
-        code, outputs[name] = finish(process)
+        code, outputs[name] = process.finish()
         assert code == 0, outputs[name]
     return outputs
 
@@ -186,34 +173,29 @@ def test_every_process_has_a_log(folder: Path, finished: dict[str, str]) -> None
 
 
 def test_a_killed_rank_ends_the_run_and_a_restart_goes_on_with_the_same_numbers(
-    folder: Path, finished: dict[str, str]
+    folder: Path, cluster: str, finished: dict[str, str]
 ) -> None:
-    def kill_after(process: subprocess.Popen[str], step: int) -> int:
-        metrics, log = folder / "killed" / "metrics.jsonl", folder / "killed" / "logs" / "trainer-1.log"
-        deadline = time.monotonic() + 120
-        while not (metrics.exists() and f'"kind": "step", "index": {step},' in metrics.read_text()):
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        victim = process_id(log)
+    def kill_after(process: Command, step: int) -> int:
+        process.wait_until(lambda: logged(folder / "killed", "step", step))
+        victim = process_id(folder / "killed" / "logs" / "trainer-1.log")
         os.kill(victim, signal.SIGKILL)
         return victim
 
-    # no cluster is named: each of these starts one of its own
-    process = start(folder, "killed", *TWO_RANKS)
+    process = start(folder, "killed", *TWO_RANKS, cluster=cluster)
     victim = kill_after(process, 5)
-    code, output = finish(process)
+    code, output = process.finish()
     assert code == 3, output
-    assert "ray: cluster started here" in output
     assert re.search(rf"error: trainer-1 \(process {victim}\) died in phase '\w+", output), output
     assert re.search(r"trainer-0: .* for \d+\.\d s", output) and "trainer-1: dead" in output
     assert f"log: {folder / 'killed' / 'logs' / 'trainer-1.log'}" in output
     assert "Traceback" not in output
 
+    # no cluster is named: it starts one of its own, and another when it restarts
     process = start(folder, "killed", *TWO_RANKS, flags=("--max-restarts", "1"))
     kill_after(process, 13)
-    code, output = finish(process)
+    code, output = process.finish()
     assert code == 0, output
+    assert output.count("ray: cluster started here") == 2
     assert "restart 1 of 1" in output and output.count("resuming after rollout") == 2
     assert numbers(folder / "killed") == numbers(folder / "two")
 
@@ -224,7 +206,7 @@ def test_a_rank_that_hangs_is_found_and_one_that_fails_is_named(
     sets = (*TWO_RANKS, "plugins.modules=[broken]", "algorithm.name=broken", "engine.num_engines=2")
     hanging = start(folder, "hangs", *sets, "algorithm.how=sleep", "cluster.stall_timeout=8", cluster=cluster)
     failing = start(folder, "fails", *sets, "algorithm.how=raise", cluster=cluster)
-    code, output = finish(hanging)
+    code, output = hanging.finish()
     assert code == 3, output
     assert "did not leave phase 'step actor' within cluster.stall_timeout (8 s)" in output
     first, second = output.partition("\n  trainer-1: step actor for ")[::2]
@@ -240,7 +222,7 @@ def test_a_rank_that_hangs_is_found_and_one_that_fails_is_named(
     for mine, theirs in zip(before, numbers(folder / "two"), strict=False):
         assert_close(mine, theirs)
 
-    code, output = finish(failing)
+    code, output = failing.finish()
     assert code == 1, output
     assert "error: trainer-1 failed with ValueError: this algorithm is broken" in output
     assert "ValueError: this algorithm is broken" in (folder / "fails" / "logs" / "trainer-1.log").read_text()
