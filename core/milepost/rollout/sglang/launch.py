@@ -6,6 +6,7 @@ this one with all it started: an engine never outlives its run and holds on to a
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -47,6 +48,9 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    if arguments["device"] == "cpu":
+        # There SGLang collects garbage with every flush of its cache. All that was imported is none.
+        gc.freeze()
     try:
         run_server(ServerArgs(**arguments))
     finally:
