@@ -16,7 +16,7 @@ from milepost.config.plan import Choice, Plan
 from milepost.config.schema import RunConfig
 from milepost.functional.aggregation import token_weights
 from milepost.registry import resolve
-from milepost.training.ranks import ReplicatedRanks
+from milepost.training.ranks import DataParallelRanks
 from milepost.training.schedule import make_schedule
 from milepost.training.torch_trainer import TorchTrainer
 from milepost.training.trainer import Batch
@@ -82,7 +82,7 @@ def main(model: Path, out: Path, rank: int, size: int) -> None:
     if size > 1:
         store = dist.FileStore(str(out / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-        ranks = ReplicatedRanks()
+        ranks = DataParallelRanks()
     recipe, algorithm = resolve("model", "qwen3"), resolve("algorithm", "grpo")
     trainer = TorchTrainer(
         make_plan(model, size),

@@ -308,7 +308,7 @@ def test_a_step_that_is_not_finite_changes_nothing(checkpoint: Path, column: str
     results = [each.step("actor", make_step(), make_batch()) for each in (trainer, undisturbed)]
     assert results[0] == results[1]
     assert results[0].metrics["lr"] == pytest.approx(0.5e-2)
-    left, right = (each._trained["actor"].weights() for each in (trainer, undisturbed))
+    left, right = (each._trained["actor"].optimizer.weights() for each in (trainer, undisturbed))
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
@@ -329,7 +329,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(checkpoint: Path, tmp_path: Path, dty
         for _ in range(2):
             results = [each.step(role, make_step(30), make_batch()) for each in (first, second)]
             assert results[0] == results[1]
-        left, right = (each._trained[role].weights() for each in (first, second))
+        left, right = (each._trained[role].optimizer.weights() for each in (first, second))
         assert all(torch.equal(left[key], right[key]) for key in left)
 
 
@@ -351,7 +351,7 @@ def test_init_from_takes_weights_alone(checkpoint: Path, tmp_path: Path) -> None
     (tmp_path / "trainer").mkdir()
     other.save(tmp_path / "trainer")
     trainer = make_trainer(checkpoint, checkpoint={"init_from": str(tmp_path)})
-    left, right = trainer._trained["actor"].weights(), other._trained["actor"].weights()
+    left, right = trainer._trained["actor"].optimizer.weights(), other._trained["actor"].optimizer.weights()
     assert all(torch.equal(left[name], right[name]) for name in left)
     assert trainer._trained["actor"].optimizer.num_steps == 0
 
@@ -403,10 +403,10 @@ def test_filler_and_untrainable_samples_cost_nothing_and_change_nothing(checkpoi
 
 def test_bfloat16_weights_have_float32_masters(checkpoint: Path) -> None:
     trainer = make_trainer(checkpoint, torch.bfloat16, optimizer={"lr": 1e-5, "weight_decay": 0.0})
-    before = {name: weight.clone() for name, weight in trainer._trained["actor"].weights().items()}
+    before = {name: weight.clone() for name, weight in trainer._trained["actor"].optimizer.weights().items()}
     for _ in range(3):
         trainer.step("actor", make_step(30), make_batch())
-    after = trainer._trained["actor"].weights()
+    after = trainer._trained["actor"].optimizer.weights()
     masters = trainer._trained["actor"].optimizer.state()
     assert all(masters[f"master.{name}"].dtype == torch.float32 for name in after)
     # Steps of 1e-5 are lost on bfloat16 weights of order 1, but not on their masters.

@@ -20,7 +20,7 @@ from milepost.cluster.messages import PlanMessage, Setup
 from milepost.cluster.shares import Delivery, Share
 from milepost.components import Transport
 from milepost.config.plan import Plan
-from milepost.training.ranks import ReplicatedRanks
+from milepost.training.ranks import DataParallelRanks
 from milepost.training.schedule import Schedule, StepSchedule
 from milepost.training.trainer import Part, Role, Trainer, Want
 from milepost.weights.transport import Address, Sender
@@ -68,7 +68,7 @@ class RankHost(Host):
             if self._plan.world_size > 1 or self._plan.config.trainer.backend != "torch":
                 self._join(rank, host, port, device)
             if self._plan.world_size > 1 and self._plan.config.trainer.backend == "torch":
-                ranks = ReplicatedRanks()
+                ranks = DataParallelRanks()
             self._trainer = build_trainer(self._plan, device, dtype, ranks)
             return self._trainer.world
 

@@ -335,6 +335,9 @@ class TrainerSection(Section):
     """Activations computed again in the backward pass."""
     old_log_probs: Literal["auto", "trainer", "engine"] = "auto"
     """Where old log-probs come from; `auto` skips the pass where one step per rollout makes it redundant."""
+    sharding: Literal["auto", "none", "full"] = "auto"
+    """Whether data-parallel ranks of `torch` share out weights, gradients and optimizer state (FSDP2, `full`) or hold
+    copies (`none`); `auto` shares them out on GPUs."""
     offload: bool = True
     """Move optimizer state and gradients to the host while engines generate."""
     push_from: Literal["gpu", "host"] = "gpu"

@@ -10,9 +10,9 @@ Parameters in 16-bit precision have a float32 master copy, and their gradients a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,59 @@ def lr_at(
     return min_lr + (lr - min_lr) * remaining
 
 
+class RoleOptimizer(Protocol):
+    """What updates the parameters of one role, on one rank of those that share the update."""
+
+    settings: OptimizerSettings
+    num_steps: int
+    """Optimizer steps applied; skipped ones do not count."""
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        ...
+
+    def zero_gradients(self) -> None:
+        """Begin a new sum of gradients."""
+        ...
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients that have yet to be summed over ranks, in place."""
+        ...
+
+    def gradient_norm(self) -> float:
+        """Norm of all gradients together; not finite if any of them is not."""
+        ...
+
+    def step(self, norm: float) -> None:
+        """Clip gradients, whose norm is given, and apply them."""
+        ...
+
+    def move(self, part: Literal["weights", "gradients", "optimizer"], device: torch.device) -> None:
+        """Move a part to a device; gradients are zero between steps, so they are dropped and made anew."""
+        ...
+
+    def names(self) -> set[str]:
+        """Names of the trained parameters."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained parameters by name, whole, for whichever rank writes checkpoints."""
+        ...
+
+    def load_weights(self, saved: Mapping[str, Tensor]) -> None:
+        """Take over what `weights` gave. Raises CheckpointError for another shape or dtype."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What a resumed run needs beside the weights, by parameter: `exp_avg.NAME` and so on, `master.NAME`."""
+        ...
+
+    def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
+        """Take over what `state` gave after `num_steps` steps. Raises CheckpointError if it is of other parameters."""
+        ...
+
+
 class FlatGroup:
     """Parameters of one dtype and one weight decay in one buffer of P elements."""
 
@@ -159,7 +212,7 @@ class FlatGroup:
 
 
 class Optimizer:
-    """AdamW or plain SGD over the trainable parameters of one role.
+    """AdamW or plain SGD over the trainable parameters of one role; implements `RoleOptimizer`.
 
     Args:
         parameters: trainable parameters by name; they become views of flat buffers.
@@ -174,16 +227,11 @@ class Optimizer:
         """Optimizer steps applied; skipped ones do not count."""
         grouped: dict[tuple[torch.dtype, float], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in parameters.items():
-            decay = settings.weight_decay if parameter.dim() >= 2 else 0.0
+            decay = decay_of(parameter, settings)
             grouped.setdefault((parameter.dtype, decay), []).append((name, parameter))
         self.groups = [FlatGroup(members, decay) for (_, decay), members in grouped.items()]
         masters = [{"params": [group.master], "weight_decay": group.weight_decay} for group in self.groups]
-        self._torch: torch.optim.Optimizer
-        if settings.name == "adam":
-            self._torch = torch.optim.AdamW(masters, betas=settings.betas, eps=settings.eps, fused=True)
-        else:
-            # Without momentum, decay in the gradient and decoupled decay are the same: p - lr (g + decay p).
-            self._torch = torch.optim.SGD(masters, foreach=True)
+        self._torch = make_optimizer(masters, settings)
 
     def zero_gradients(self) -> None:
         """Begin a new sum of gradients."""
@@ -218,9 +266,23 @@ class Optimizer:
             flat.publish()
         self.num_steps += 1
 
+    def names(self) -> set[str]:
+        """Names of the trained parameters."""
+        return {name for group in self.groups for name in group.names}
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained parameters by name."""
+        return {
+            name: parameter.detach()
+            for group in self.groups
+            for name, parameter in zip(group.names, group.parameters, strict=True)
+        }
+
     @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Make float32 copies anew after the weights were set from outside."""
+    def load_weights(self, saved: Mapping[str, Tensor]) -> None:
+        """Take over what `weights` gave, and make float32 copies anew."""
+        for name, tensor in self.weights().items():
+            copy_checked(tensor, saved[name], name)
         for group in self.groups:
             if group.low_precision:
                 group.master.copy_(group.weights)
@@ -264,19 +326,16 @@ class Optimizer:
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
         """Take over what `state` gave after `num_steps` steps. Raises CheckpointError if it is of other parameters."""
-        keys = ("exp_avg", "exp_avg_sq") if self.settings.name == "adam" and num_steps else ()
-        expected = {
-            f"{key}.{name}"
-            for group in self.groups
-            for name in group.names
-            for key in (*keys, *(("master",) if group.low_precision else ()))
-        }
-        if state.keys() != expected:
-            listing = ", ".join(sorted(state.keys() ^ expected)[:3])
-            raise CheckpointError(
-                f"the checkpoint's optimizer state does not fit this run (differing: {listing}); "
-                "resume with the model, dtype and optimizer it was saved with"
-            )
+        keys = saved_slots(self.settings, num_steps)
+        check_state(
+            state,
+            (
+                f"{key}.{name}"
+                for group in self.groups
+                for name in group.names
+                for key in (*keys, *(("master",) if group.low_precision else ()))
+            ),
+        )
         self.num_steps = num_steps
         for group in self.groups:
             slots = {"master": group.master.detach()} if group.low_precision else {}
@@ -291,13 +350,46 @@ class Optimizer:
                     copy_checked(view, state[f"{key}.{name}"], f"{key}.{name}")
 
 
+def make_optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Make torch's optimizer; groups have `params` and `weight_decay`, the rate is set before every step."""
+    if settings.name == "adam":
+        return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
+    # Without momentum, decay in the gradient and decoupled decay are the same: p - lr (g + decay p).
+    return torch.optim.SGD(groups, foreach=True)
+
+
+def decay_of(parameter: Tensor, settings: OptimizerSettings) -> float:
+    """Weight decay of a parameter: vectors (norms, biases) have none."""
+    return settings.weight_decay if parameter.dim() >= 2 else 0.0
+
+
+def saved_slots(settings: OptimizerSettings, num_steps: int) -> tuple[str, ...]:
+    """What the optimizer keeps for each parameter after so many steps."""
+    return ("exp_avg", "exp_avg_sq") if settings.name == "adam" and num_steps else ()
+
+
+def check_state(state: Mapping[str, Tensor], expected: Iterable[str]) -> None:
+    """Raise CheckpointError unless a checkpoint's optimizer state has exactly these tensors."""
+    differing = sorted(state.keys() ^ set(expected))
+    if differing:
+        raise CheckpointError(
+            f"the checkpoint's optimizer state does not fit this run (differing: {', '.join(differing[:3])}); "
+            "resume with the model, dtype and optimizer it was saved with"
+        )
+
+
+def check_tensor(value: Tensor, shape: torch.Size, dtype: torch.dtype, name: str) -> None:
+    """Raise CheckpointError if a checkpoint's tensor has another shape or dtype than this run's."""
+    if value.shape != shape or value.dtype != dtype:
+        raise CheckpointError(
+            f"the checkpoint's {name} is {tuple(value.shape)} {value.dtype}, this run's {tuple(shape)} {dtype}; "
+            "resume with the model and dtype it was saved with"
+        )
+
+
 def copy_checked(target: Tensor, value: Tensor, name: str) -> None:
     """Copy a checkpoint's tensor in. Raises CheckpointError if shape or dtype differ."""
-    if value.shape != target.shape or value.dtype != target.dtype:
-        raise CheckpointError(
-            f"the checkpoint's {name} is {tuple(value.shape)} {value.dtype}, this run's {tuple(target.shape)} "
-            f"{target.dtype}; resume with the model and dtype it was saved with"
-        )
+    check_tensor(value, target.shape, target.dtype, name)
     target.copy_(value)
 
 

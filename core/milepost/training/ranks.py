@@ -1,7 +1,8 @@
 """What data-parallel ranks share between backward pass and optimizer.
 
-Every rank holds the whole model and sees its own samples. Token weights already carry the normalisation over the whole
-optimizer step, so gradients are summed, never averaged, and no rank divides.
+Every rank sees its own samples, and holds the whole model or its part of it (`milepost.training.sharding`, which sums
+gradients by itself). Token weights already carry the normalisation over the whole optimizer step, so gradients are
+summed, never averaged, and no rank divides.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class SingleRank:
         return state
 
 
-class ReplicatedRanks:
-    """Ranks of the default `torch.distributed` group, each with a copy of the model (gloo on CPUs, NCCL on GPUs).
+class DataParallelRanks:
+    """Ranks of the default `torch.distributed` group (gloo on CPUs, NCCL on GPUs).
 
     A loss or gradient that is not finite on one rank is not finite in the sums of all, so all skip the step alike.
     """

@@ -3,125 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from milepost.errors import PhaseError
-from milepost.recipe import HFModel
-from milepost.training.logprobs import HeadSettings, token_log_probs
-from milepost.training.norms import speed_up_norms
-from milepost.training.optimizer import Optimizer, OptimizerSettings, relocate
-from milepost.training.packing import Packed
-from milepost.training.trainer import Part, Role, Want
+from milepost.training.optimizer import Optimizer, OptimizerSettings, RoleOptimizer, relocate
+from milepost.training.policy import Policy
+from milepost.training.sharding import ShardedOptimizer, shard
+from milepost.training.trainer import Part, Role
+from milepost.weights.source import GatheredSource, ModuleSource
+from milepost.weights.transport import WeightSource
 
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 
 
-class ValueHead(nn.Module):
-    """Reads a value off each hidden state: [n, H] to [n], in float32 at least.
-
-    Initial weights are normal with standard deviation 1 / (H + 1), so that values start near 0 (Stiennon et al., 2020,
-    arXiv 2009.01325); drawn on the CPU from a generator of their own, so that they depend on the seed alone.
-    """
-
-    def __init__(self, hidden_size: int, *, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(1, hidden_size, generator=generator, dtype=torch.float64) / (hidden_size + 1)
-        dtype = torch.promote_types(torch.float32, dtype)
-        self.weight = nn.Parameter(weight.to(device, dtype))
-        self.bias = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the value of each state."""
-        values = torch.addmm(self.bias, hidden.to(self.weight.dtype), self.weight.t())
-        return values.squeeze(1)
-
-
-class Policy:
-    """What a role's model says about a packed row."""
-
-    def __init__(self, model: HFModel, temperature: float, value_head: ValueHead | None = None) -> None:
-        self.hf = model
-        self.value_head = value_head
-        self.head_weight = cast("Tensor", model.head.weight)
-        """[V, H]."""
-        self.head_bias = cast("Tensor | None", getattr(model.head, "bias", None))
-        self.settings = HeadSettings(temperature, model.logit_scale, model.softcap)
-        # Dropout would make log-probs irreproducible, and the ratio never exactly 1.
-        model.model.eval()
-        speed_up_norms(model.model)
-
-    def evaluate(self, packed: Packed, want: Collection[Want]) -> dict[Want, Tensor]:
-        """Return one column [n] per wanted name over the trainable tokens of the row, each read one token before.
-
-        Log-probs and entropy are of logits / temperature; values are read as they are. Where nothing is trainable the
-        model does not run, and the empty columns carry no gradient.
-        """
-        if not len(packed.targets):
-            return {name: torch.zeros(0, device=packed.targets.device) for name in want}
-        before = self._hidden_states(packed).index_select(0, packed.trainable - 1)
-        columns: dict[Want, Tensor] = {}
-        if "values" in want:
-            if self.value_head is None:
-                raise ValueError("values were asked of a role without a value head; only the critic has one")
-            columns["values"] = self.value_head(before)
-        if "log_probs" in want or "entropy" in want:
-            log_probs, entropy = token_log_probs(
-                before,
-                self.head_weight,
-                packed.targets,
-                bias=self.head_bias,
-                settings=self.settings,
-                entropy="entropy" in want,
-            )
-            columns["log_probs"] = log_probs
-            if entropy is not None:
-                columns["entropy"] = entropy
-        return {name: columns[name] for name in want}
-
-    def _hidden_states(self, packed: Packed) -> Tensor:
-        """Run the body over a row of T tokens: [T, H]."""
-        length = packed.layout.equal_length
-        if self.hf.batch_body is not None and length is not None and not packed.tokens.is_cuda:
-            return self.hf.batch_body(packed.tokens.view(-1, length)).flatten(0, 1)
-        output: Any = self.hf.body(
-            input_ids=packed.tokens, position_ids=packed.layout.positions, use_cache=False, packing=packed.layout
-        )
-        hidden: Tensor = output if isinstance(output, Tensor) else output.last_hidden_state
-        return hidden[0]
-
-
 class TrainedRole:
-    """A model and its optimizer."""
+    """A model and its optimizer, whole or shared out over the ranks of a mesh."""
 
-    def __init__(self, role: Role, policy: Policy, settings: OptimizerSettings, device: torch.device) -> None:
+    def __init__(
+        self,
+        role: Role,
+        policy: Policy,
+        settings: OptimizerSettings,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
         self.role = role
         self.policy = policy
         self._device = device
         self._on_device = set(PARTS)
-        self.optimizer = Optimizer(self._trainable(), settings)
+        self._dtypes: dict[str, torch.dtype] | None = None
+        """Of a sharded model's tensors, before its parts became float32."""
+        self.optimizer: RoleOptimizer
+        if mesh is None:
+            self.optimizer = Optimizer(self._trainable(), settings)
+        else:
+            self._trainable()  # freezes what a critic does not train
+            self._dtypes = shard(policy, mesh, trained=True)
+            self.optimizer = ShardedOptimizer(self._trainable(), self._dtypes, settings, policy)
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         """Parameters by checkpoint name: the whole model of a policy, body and value head of a critic."""
-        hf, head = self.policy.hf, self.policy.value_head
+        hf, head = self.policy.hf, self.policy.value_parameters()
         parameters = {name: p for name, p in hf.model.named_parameters() if p.requires_grad}
-        if head is None:
+        if not head:
             return parameters
         in_body = {id(p) for p in hf.body.parameters()}
         for name in [name for name, p in parameters.items() if id(p) not in in_body]:
             parameters.pop(name).requires_grad_(False)
-        return parameters | {f"value_head.{name}": p for name, p in head.named_parameters()}
+        return parameters | head
 
-    def weights(self) -> dict[str, Tensor]:
-        """The trained parameters by name."""
-        return {
-            name: parameter.detach()
-            for group in self.optimizer.groups
-            for name, parameter in zip(group.names, group.parameters, strict=True)
-        }
+    def source(self) -> WeightSource:
+        """The weights under Hugging Face names; a critic's have its value head behind them."""
+        model, extra = self.policy.hf.model, self.policy.value_parameters()
+        return ModuleSource(model, extra) if self._dtypes is None else GatheredSource(model, self._dtypes, extra)
 
     def require(self, *parts: Part) -> None:
         """Raise PhaseError if one of these parts is not on the device."""
@@ -165,3 +102,20 @@ class FrozenRole:
     def __exit__(self, *exception: object) -> None:
         for parameter, host in zip(self._parameters, self._host, strict=True):
             parameter.data = host
+
+
+class ShardedFrozenRole:
+    """A model that is only asked, shared out over the ranks of a mesh; each rank's part lies in host memory."""
+
+    def __init__(self, policy: Policy, device: torch.device, mesh: DeviceMesh) -> None:
+        self.policy = policy
+        self._device = device
+        policy.requires_grad_(False)
+        shard(policy, mesh, trained=False)
+        policy.to("cpu")
+
+    def __enter__(self) -> Policy:
+        return self.policy.to(self._device)
+
+    def __exit__(self, *exception: object) -> None:
+        self.policy.to("cpu")

@@ -1,4 +1,7 @@
-"""The torch trainer: a Hugging Face model trained on packed micro-batches, one copy on every data-parallel rank."""
+"""The torch trainer: a Hugging Face model trained on packed micro-batches, alone or by data-parallel ranks.
+
+Ranks hold a copy each and sum their gradients, or share the model out between them (`trainer.sharding`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from milepost.checkpoint import load_metadata, load_tensors, save_tensors
 from milepost.components import Algorithm
@@ -19,14 +23,14 @@ from milepost.errors import CheckpointError, ConfigError, Problem
 from milepost.recipe import Recipe
 from milepost.training.inputs import Metric, PolicyInputs, SampleIndex, ValueInputs
 from milepost.training.losses import MetricSums, policy_objective, value_objective
-from milepost.training.optimizer import OptimizerSettings, copy_checked
-from milepost.training.packing import Packed, pack
+from milepost.training.optimizer import OptimizerSettings
+from milepost.training.packing import Layout, Packed, pack
+from milepost.training.policy import Policy, ValueHead
 from milepost.training.ranks import Ranks, SingleRank
 from milepost.training.recompute import enable_recompute
-from milepost.training.roles import FrozenRole, Policy, TrainedRole, ValueHead
+from milepost.training.roles import FrozenRole, ShardedFrozenRole, TrainedRole
 from milepost.training.schedule import Schedule, StepSchedule
 from milepost.training.trainer import Batch, Part, Role, StepResult, Want
-from milepost.weights.source import ModuleSource
 from milepost.weights.transport import RankInfo, WeightSource, World
 
 RANDOM_STATE = "random.safetensors"
@@ -77,12 +81,17 @@ class TorchTrainer:
         self._algorithm = algorithm
         self._device = device
         self._dtype = dtype
+        sharding = config.trainer.sharding
+        self._mesh: DeviceMesh | None = None
+        """The ranks that the model is shared out over; None where each has a copy."""
+        if self._ranks.size > 1 and (sharding == "full" or (sharding == "auto" and device.type == "cuda")):
+            self._mesh = init_device_mesh(device.type, (self._ranks.size,))
         num_steps = plan.num_rollouts * plan.steps_per_rollout
         self._trained: dict[Role, TrainedRole] = {"actor": self._load_trained("actor", plan.model_path, num_steps)}
         if plan.needs_critic:
             path = self._path(config.critic.init_from)
             self._trained["critic"] = self._load_trained("critic", path, num_steps)
-        self._frozen: dict[Role, FrozenRole] = {}
+        self._frozen: dict[Role, FrozenRole | ShardedFrozenRole] = {}
         if config.checkpoint.init_from is not None:
             self._start_from(self._path(config.checkpoint.init_from) / "trainer")
 
@@ -91,15 +100,17 @@ class TorchTrainer:
 
     def _load_trained(self, role: Role, path: Path, num_steps: int) -> TrainedRole:
         config = self._plan.config
-        model = self._recipe.hf.load(path, self._dtype, self._device)
+        # What is shared out goes to the device layer by layer.
+        device = self._device if self._mesh is None else torch.device("cpu")
+        model = self._recipe.hf.load(path, self._dtype, device)
         if enable_recompute(model.body, config.trainer.recompute):
             model = replace(model, batch_body=None)
         policy = Policy(model, config.rollout.temperature)
         if role == "critic":
             width = policy.head_weight.shape[1]
-            policy.value_head = ValueHead(width, seed=config.run.seed, dtype=self._dtype, device=self._device)
+            policy.value_head = ValueHead(width, seed=config.run.seed, dtype=self._dtype, device=device)
         settings = OptimizerSettings.of(config.optimizer, num_steps, config.critic if role == "critic" else None)
-        return TrainedRole(role, policy, settings, self._device)
+        return TrainedRole(role, policy, settings, self._device, self._mesh)
 
     def _start_from(self, folder: Path) -> None:
         """Take weights, and nothing else, from another run's checkpoint; a critic's where that run had one."""
@@ -108,7 +119,7 @@ class TorchTrainer:
             if role == "actor" or path.exists():
                 self._load_weights(path, trained)
 
-    def _frozen_role(self, role: Role) -> FrozenRole:
+    def _frozen_role(self, role: Role) -> FrozenRole | ShardedFrozenRole:
         if role not in self._frozen:
             config = self._plan.config
             path = config.reference.path if role == "reference" else config.teacher.path
@@ -116,7 +127,12 @@ class TorchTrainer:
                 problem = "the algorithm asks a teacher, but none is given; set it to a checkpoint"
                 raise ConfigError([Problem("teacher.path", problem)])
             model = self._recipe.hf.load(self._path(path), self._dtype, torch.device("cpu"))
-            self._frozen[role] = FrozenRole(Policy(model, config.rollout.temperature), self._device)
+            policy = Policy(model, config.rollout.temperature)
+            self._frozen[role] = (
+                FrozenRole(policy, self._device)
+                if self._mesh is None
+                else ShardedFrozenRole(policy, self._device, self._mesh)
+            )
         return self._frozen[role]
 
     def _trained_role(self, role: Role) -> TrainedRole:
@@ -161,10 +177,22 @@ class TorchTrainer:
     ) -> None:
         for step in schedule.steps:
             for micro_batch in step.ranks[self._ranks.rank]:
-                if micro_batch:
+                if micro_batch or self._mesh is not None:
                     packed = self._pack(batch, micro_batch)
-                    for name, values in policy.evaluate(packed, want).items():
+                    for name, values in self._evaluate(policy, packed, want).items():
                         columns[name][packed.columns] = values.to("cpu", torch.float32)
+
+    def _evaluate(self, policy: Policy, packed: Packed, want: Collection[Want]) -> dict[Want, Tensor]:
+        """Ask the policy about a row.
+
+        A model that is shared out runs on all ranks equally often, also where a rank has nothing trainable: then over
+        a stand-in row, of which nothing is taken and whose gradients are zero.
+        """
+        if self._mesh is None or len(packed.targets):
+            return policy.evaluate(packed, want)
+        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
+        row = Packed(Layout((2,), self._device), zero.repeat(1, 2), zero + 1, zero, torch.zeros(1, dtype=torch.int64))
+        return {name: column[:0] for name, column in policy.evaluate(row, want).items()}
 
     def _pack(self, batch: Batch, samples: Sequence[int]) -> Packed:
         # GPU kernels read ragged rows as they are; on a CPU a little padding is cheaper than regrouping.
@@ -186,8 +214,10 @@ class TorchTrainer:
         optimizer.zero_gradients()
         sums = MetricSums()
         micro_batches = schedule.ranks[self._ranks.rank]
-        # Every rank adds metrics at least once, also one that has nothing but filler.
-        for micro_batch in [m for m in micro_batches if m] or micro_batches[:1]:
+        if self._mesh is None:
+            # Every rank adds metrics at least once, also one that has nothing but filler.
+            micro_batches = tuple(m for m in micro_batches if m) or micro_batches[:1]
+        for micro_batch in micro_batches:
             packed = self._pack(batch, micro_batch)
             index = _trainable_index(packed)
             objective = self._policy_loss if role == "actor" else self._value_loss
@@ -209,7 +239,7 @@ class TorchTrainer:
         self, policy: Policy, packed: Packed, index: SampleIndex, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Metric]]:
         settings = self._plan.config.algorithm
-        columns = policy.evaluate(packed, POLICY_COLUMNS)
+        columns = self._evaluate(policy, packed, POLICY_COLUMNS)
         log_probs, entropy = columns["log_probs"], columns["entropy"]
         if settings.entropy_coef == 0.0:
             entropy = entropy.detach()
@@ -235,7 +265,7 @@ class TorchTrainer:
     def _value_loss(
         self, policy: Policy, packed: Packed, index: SampleIndex, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Metric]]:
-        values = policy.evaluate(packed, VALUE_COLUMNS)["values"]
+        values = self._evaluate(policy, packed, VALUE_COLUMNS)["values"]
 
         def column(name: str) -> Tensor:
             return batch[name][packed.columns].to(self._device, values.dtype)
@@ -264,23 +294,25 @@ class TorchTrainer:
 
     def source(self, role: Role) -> WeightSource:
         """The role's weights under Hugging Face names; a critic's have its value head behind them."""
-        policy = self._trained_role(role).policy
-        head = policy.value_head
-        extra = {} if head is None else {f"value_head.{name}": p for name, p in head.named_parameters()}
-        return ModuleSource(policy.hf.model, extra)
+        return self._trained_role(role).source()
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and random state of all trained roles into an existing folder.
 
-        Per role `ROLE.safetensors`, `ROLE-optimizer.safetensors`; and `random.safetensors`. All ranks hold the same,
-        so the first one writes, and another number of ranks can read it.
+        Per role `ROLE.safetensors`, `ROLE-optimizer.safetensors`; and `random.safetensors`. The first rank writes, the
+        others take part where the model is shared out; another number of ranks, or another sharding, can read it.
         """
-        if self._ranks.rank != 0:
-            return
+        writes = self._ranks.rank == 0
         for role, trained in self._trained.items():
-            save_tensors(folder / f"{role}.safetensors", trained.weights())
-            metadata = {"num_steps": str(trained.optimizer.num_steps), "optimizer": trained.optimizer.settings.name}
-            save_tensors(folder / f"{role}-optimizer.safetensors", trained.optimizer.state(), metadata)
+            optimizer = trained.optimizer
+            if writes or self._mesh is not None:
+                weights, state = optimizer.weights(), optimizer.state()
+            if writes:
+                save_tensors(folder / f"{role}.safetensors", weights)
+                metadata = {"num_steps": str(optimizer.num_steps), "optimizer": optimizer.settings.name}
+                save_tensors(folder / f"{role}-optimizer.safetensors", state, metadata)
+        if not writes:
+            return
         random = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self._device)
@@ -304,18 +336,15 @@ class TorchTrainer:
         if self._device.type == "cuda" and "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"], self._device)
 
-    @torch.no_grad()
     def _load_weights(self, path: Path, trained: TrainedRole) -> None:
-        saved, present = load_tensors(path), trained.weights()
-        if saved.keys() != present.keys():
-            listing = ", ".join(sorted(saved.keys() ^ present.keys())[:3])
+        saved, names = load_tensors(path), trained.optimizer.names()
+        if saved.keys() != names:
+            listing = ", ".join(sorted(saved.keys() ^ names)[:3])
             raise CheckpointError(
                 f"{path} is of another model (tensors in only one of the two: {listing}); "
                 "resume with the model it was saved with"
             )
-        for name, tensor in present.items():
-            copy_checked(tensor, saved[name], name)
-        trained.optimizer.refresh_masters()
+        trained.optimizer.load_weights(saved)
 
     def close(self) -> None:
         """Release everything; the trainer is not used again."""

@@ -22,7 +22,7 @@ from milepost.training.megatron.head import vocab_parallel_log_probs
 from milepost.training.megatron.layers import RMSNorm, Rotation, RowParams
 from milepost.training.megatron.parallel import Parallelism
 from milepost.training.megatron.rows import Row
-from milepost.training.roles import ValueHead
+from milepost.training.policy import ValueHead
 from milepost.training.trainer import Want
 from milepost.weights.conversion import Conversion, all_layers
 from milepost.weights.files import HFCheckpoint
