@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +37,9 @@ class Compute:
 def launch(plan: Plan, tokenizer: Tokenizer) -> AbstractAsyncContextManager[Compute]:
     """Start what the plan computes with, in this process or on Ray; leaving the context frees it all."""
     if plan.config.cluster.launcher == "ray":
+        if not os.environ.get("RAY_ADDRESS"):
+            # A cluster that is started here asks for a token, and Ray reads whether to show one when it is imported.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
         # Ray is an extra that only its own launcher needs.
         from milepost.cluster.ray_launcher import ray_compute
 

@@ -5,16 +5,10 @@ A cluster is joined if RAY_ADDRESS names one, and started on this machine otherw
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from importlib.util import find_spec
-from typing import Any
 
-import click
-import ray
 import torch
 
 from milepost.cluster.building import threads_per_process
@@ -25,16 +19,13 @@ from milepost.cluster.engine_host import EngineHost
 from milepost.cluster.host import Host
 from milepost.cluster.messages import PlanMessage
 from milepost.cluster.rank_host import RankHost
+from milepost.cluster.ray_cluster import ray_cluster
 from milepost.cluster.slots import placed, slots_of
 from milepost.cluster.trainer_group import TrainerGroup
 from milepost.components import Transport
 from milepost.config.plan import Plan
-from milepost.errors import ConfigError, Problem
 from milepost.tokenizer import Tokenizer
 from milepost.weights.transport import PushReport
-
-_DASHBOARD_PARTS = ("aiohttp", "aiohttp_cors", "opencensus")
-"""What `ray[default]` installs for the dashboard."""
 
 
 @asynccontextmanager
@@ -47,7 +38,7 @@ async def ray_compute(plan: Plan, tokenizer: Tokenizer) -> AsyncIterator[Compute
     message = PlanMessage.of(plan)
     if plan.config.run.threads is not None:
         torch.set_num_threads(plan.config.run.threads)  # the controller computes advantages
-    with _cluster(plan), placed(plan) as slots:
+    with ray_cluster(slots_of(plan), plan.run_dir), placed(plan) as slots:
         crew = Crew(plan.run_dir, settings.stall_timeout)
         try:
             threads = threads_per_process(plan)
@@ -96,36 +87,3 @@ def _sglang_host() -> type[Host]:
     from milepost.cluster.sglang_host import SGLangHost
 
     return SGLangHost
-
-
-@contextmanager
-def _cluster(plan: Plan) -> Iterator[None]:
-    """Join the cluster that RAY_ADDRESS names, or start one that is large enough for the plan.
-
-    Raises ConfigError if there is no such cluster, or it does not let us in.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    address = os.environ.get("RAY_ADDRESS")
-    dashboard = all(find_spec(part) for part in _DASHBOARD_PARTS)
-    if not address:
-        # As many slots as the plan takes, whatever the machine has: ranks beyond the cores take turns, and Ray starts
-        # an idle process for every slot in advance.
-        settings |= {"address": "local", "num_cpus": slots_of(plan), "include_dashboard": dashboard}
-    # Ray puts a handler of its own in the place of the one that makes SIGTERM finish the step and save.
-    previous = signal.getsignal(signal.SIGTERM)
-    try:
-        context = ray.init(**settings)
-    except ConnectionError as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        message = f"the Ray cluster at RAY_ADDRESS={address} cannot be joined: {reason}"
-        raise ConfigError([Problem("cluster.launcher", f"{message} Unset RAY_ADDRESS to start one here")]) from error
-    try:
-        signal.signal(signal.SIGTERM, previous)
-        where = f"cluster at {address}" if address else "cluster started here"
-        url = context.dashboard_url
-        shown = f"dashboard http://{url}" if url else "no dashboard (pip install 'ray[default]' for one)"
-        click.echo(f"ray: {where}, {shown}", err=True)
-        yield
-    finally:
-        ray.shutdown()
