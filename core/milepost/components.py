@@ -143,6 +143,12 @@ class ModelLayout:
     tied_embeddings: bool
     max_positions: int
     num_experts: int = 0
+    feed_forward: int = 0
+    """Columns of the feed-forward that a token passes, of all experts that it visits; 0 lets planning derive them."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised per head."""
+    expert_parameters: int = 0
+    """Of num_parameters, those of experts, which expert parallelism spreads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import json
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +19,7 @@ from milepost.components import ModelLayout, ModelTraits
 from milepost.config import rules
 from milepost.config.batch import PATHS, BatchIdentity, solve_batch
 from milepost.config.choices import Choice
+from milepost.config.estimates import memory_problem
 from milepost.config.files import data_sources, missing_files, resolve_data, resolve_model, resolve_path
 from milepost.config.loading import Loaded
 from milepost.config.resolve import Resolver
@@ -154,7 +155,8 @@ def make_plan(loaded: Loaded) -> Plan:
         },
     )
     _ask_components(plan, loaded)
-    return plan
+    problem = memory_problem(plan)
+    return plan if problem is None else replace(plan, warnings=(*plan.warnings, str(problem)))
 
 
 def _ask_components(plan: Plan, loaded: Loaded) -> None:

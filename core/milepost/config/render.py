@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import yaml
 
-from milepost.config.estimates import estimate
+from milepost.config.estimates import Estimates, estimate, training_load
+from milepost.config.memory import RECOMPUTE_COST, Cut, rank_memory
 from milepost.config.plan import Plan
 from milepost.config.refill import refill_text
 from milepost.config.schema import RunConfig
@@ -132,14 +133,8 @@ def _summary(plan: Plan) -> list[str]:
     for place in ("model", "algorithm", "advantage", "reward", "transport"):
         choice = getattr(plan, place)
         rows.append(("recipe" if place == "model" else place, f"{choice.name}, from {choice.distribution}"))
-    total = (cost.weights + cost.gradients + cost.optimizer) * cost.trained_roles
-    trained = f" x {cost.trained_roles} roles" if cost.trained_roles > 1 else ""
     rows += [
-        (
-            "memory",
-            f"about {binary(total)} a rank in {cost.dtype}: weights {binary(cost.weights)} + gradients "
-            f"{binary(cost.gradients)} + optimizer {binary(cost.optimizer)}{trained}; activations come on top",
-        ),
+        *_memory_rows(plan, cost),
         ("engine memory", f"about {binary(cost.engine_weights)} of weights a device; its cache comes on top"),
         (
             "arithmetic",
@@ -149,9 +144,54 @@ def _summary(plan: Plan) -> list[str]:
     ]
     if plan.config.engine.backend == "sglang":
         rows.append(("a lost engine", refill_text(plan)))
-    if cost.frozen_roles:
-        rows.append(("host memory", f"about {binary(cost.weights * cost.frozen_roles)} of frozen weights"))
+    if cost.host_per_rank:
+        ranks = -(-plan.world_size // plan.config.cluster.nodes)
+        each = f" a machine, {binary(cost.host_per_rank)} for each of {ranks} ranks" if ranks > 1 else ""
+        text = f"about {binary(cost.host_per_rank * ranks)}{each}: what is not on a device at the moment"
+        rows.append(("host memory", text))
     return table(rows)
+
+
+def _memory_rows(plan: Plan, cost: Estimates) -> list[tuple[str, str]]:
+    """What the trainer holds on a device."""
+    parts = f"weights {binary(cost.weights)} + gradients {binary(cost.gradients)} + optimizer {binary(cost.optimizer)}"
+    if cost.peak is None or cost.activations is None or cost.workspace is None:
+        total = (cost.weights + cost.gradients + cost.optimizer) * cost.trained_roles
+        trained = f" x {cost.trained_roles} roles" if cost.trained_roles > 1 else ""
+        text = f"about {binary(total)} a rank in {cost.dtype}: {parts}{trained}; activations come on top"
+        return [("memory", text)]
+    trainer = plan.config.trainer
+    cut, load = Cut.of(trainer, plan.data_parallel), training_load(plan)
+    spread = [
+        f"{size} {name}"
+        for name, size in (
+            ("tensor-parallel" + (" with its sequence split" if cut.sequence else ""), cut.tensor),
+            (f"pipeline stages of {cut.virtual} pieces" if cut.virtual > 1 else "pipeline stages", cut.pipeline),
+            ("context-parallel", cut.context),
+            ("expert-parallel", cut.expert),
+        )
+        if size > 1
+    ]
+    copies = cut.data * cut.context
+    spread.append(f"{cut.data} data-parallel, optimizer over {copies}" if load.adam else f"{cut.data} data-parallel")
+    if load.trained_roles > 1:
+        parts = f"({parts}) x {load.trained_roles} roles"
+    others = {
+        name: rank_memory(plan.layout, replace(cut, recompute=name), load).total
+        for name in RECOMPUTE_COST
+        if name != cut.recompute
+    }
+    per_row = f", {trainer.max_tokens_per_gpu * cut.context} over its context-parallel ranks" if cut.context > 1 else ""
+    return [
+        ("parallelism", " x ".join(spread)),
+        ("tokens", f"at most {trainer.max_tokens_per_gpu} of a micro-batch on each rank{per_row}"),
+        (
+            "memory",
+            f"about {binary(cost.peak)} a rank in {cost.dtype} at the peak of a step: {parts} + activations "
+            f"{binary(cost.activations)} (recompute: {cut.recompute}) + head and workspace {binary(cost.workspace)}",
+        ),
+        ("", "with recompute " + ", ".join(f"{name} about {binary(size)}" for name, size in others.items())),
+    ]
 
 
 def table(rows: Sequence[tuple[str, str]]) -> list[str]:

@@ -380,6 +380,8 @@ class ClusterSection(Section):
     """Machines."""
     gpus_per_node: NonNegative = 0
     """GPUs on each; 0 computes on CPUs."""
+    gpu_memory_gib: Annotated[float, Field(gt=0.0)] | None = None
+    """Memory of one GPU (80 for an H100, 140 for an H200): planning warns where the trainer's estimate exceeds it."""
     cpu_ranks: Positive = 1
     """Training ranks on each machine where gpus_per_node is 0; more than 1 needs launcher ray."""
     colocate: bool = True

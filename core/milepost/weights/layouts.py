@@ -99,6 +99,8 @@ def dense_layout(config: Mapping[str, Any]) -> ModelLayout:
         num_parameters=num_layers * block + embeddings + hidden_size,
         tied_embeddings=tied,
         max_positions=integer(config, "max_position_embeddings"),
+        feed_forward=intermediate_size,
+        qk_norm=has_qk_norm(config),
     )
 
 
