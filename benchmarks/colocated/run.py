@@ -38,7 +38,6 @@ from milepost.rollout.sglang.server import server_environment
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"
 EVENTS = ("sleep", "offload", "wake", "push", "serve")
-NUM_HELDOUT = 200
 
 REWARDS = '''
 """Rewards of the benchmark."""
@@ -69,6 +68,8 @@ class Shape:
     micro_tokens: int
     lr: float
     reward: str = "even"
+    heldout: int = 200
+    """Held-out problems, one response each; 0 evaluates nothing."""
 
 
 SHAPES = {
@@ -79,7 +80,7 @@ SHAPES = {
         samples=8,
         response=512,
         micro_tokens=16384,
-        lr=1e-4,
+        lr=5e-4,
     ),
     "4b": Shape(
         {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
@@ -87,8 +88,9 @@ SHAPES = {
         prompts=16,
         samples=8,
         response=2048,
-        micro_tokens=8448,  # four samples
+        micro_tokens=8704,  # four samples
         lr=1e-6,
+        heldout=0,
     ),
     "sums": Shape(None, prompts=32, samples=8, response=512, micro_tokens=16384, lr=1e-5, reward="last_number"),
     "tiny": Shape(
@@ -167,6 +169,7 @@ def run_config(shape: Shape, model: Path, options: argparse.Namespace, launcher:
     """Return the run config of a shape; paths are relative to its folder."""
     on_gpu = options.device == "cuda"
     requests = min(256, shape.prompts * shape.samples)
+    heldout = {"name": "heldout", "path": "heldout.jsonl", "temperature": 1.0}
     return {
         "run": {"dir": "run", "device": options.device, **({} if on_gpu else {"threads": 1})},
         "model": {"path": str(model)},
@@ -195,10 +198,7 @@ def run_config(shape: Shape, model: Path, options: argparse.Namespace, launcher:
         "transport": {"name": "ipc", "bucket_mb": options.bucket_mb},
         "cluster": {"launcher": launcher, "gpus_per_node": int(on_gpu)},
         "checkpoint": {"save_last": False},
-        "eval": {
-            "interval": options.rollouts,
-            "datasets": [{"name": "heldout", "path": "heldout.jsonl", "temperature": 1.0}],
-        },
+        "eval": {"interval": options.rollouts, "datasets": [heldout] if shape.heldout else []},
     }
 
 
@@ -207,8 +207,8 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def summarise(lines: list[dict[str, Any]], weights: int, responses: int) -> dict[str, Any]:
-    """Return the figures of a run from its metrics; `weights` are the model's bytes, `responses` per held-out set."""
+def summarise(lines: list[dict[str, Any]], weights: int, shape: Shape) -> dict[str, Any]:
+    """Return the figures of a run from its metrics; `weights` are the model's bytes."""
     rollouts: dict[int, dict[str, float]] = {}
     for line in lines:
         if line["kind"] in ("perf", "rollout"):
@@ -234,7 +234,7 @@ def summarise(lines: list[dict[str, Any]], weights: int, responses: int) -> dict
         "overhead": 1 - statistics.median(busy),
         "reward": [found["rollout/raw_reward"] for _, found in sorted(rollouts.items())],
         "heldout": accuracy,
-        "heldout_standard_error": math.sqrt(0.25 / responses),
+        "heldout_standard_error": math.sqrt(0.25 / shape.heldout) if shape.heldout else None,  # at most
         "memory_gb": {name: value for name, value in rollouts[max(rollouts)].items() if "memory" in name},
     }
 
@@ -247,14 +247,14 @@ def measure(name: str, launcher: str, options: argparse.Namespace, folder: Path)
     if shape.model is not None:
         make_model(model, shape.model, options.device)
     write_problems(folder / "train.jsonl", 4096, seed=1)
-    write_problems(folder / "heldout.jsonl", NUM_HELDOUT, seed=2)
+    write_problems(folder / "heldout.jsonl", shape.heldout, seed=2)
     (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(run_config(shape, model, options, launcher)), encoding="utf-8")
     subprocess.run([sys.executable, "-m", "milepost", "train", str(config), "--no-progress"], check=True)
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     result: dict[str, Any] = {"shape": name, "launcher": launcher}
-    result |= summarise(read(folder / "run"), weights, NUM_HELDOUT)
+    result |= summarise(read(folder / "run"), weights, shape)
     if options.offline:
         command = [sys.executable, str(HERE / "offline.py"), str(config)]
         environment = server_environment(options.device)
