@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -21,19 +22,24 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 PRELOADED = ("milepost.loop", "milepost.cli.train", "transformers.models.qwen3.modeling_qwen3")
+TESTS = Path(__file__).parent
 
 
 class Command:
-    """A running `milepost ARGUMENTS`, much like a `subprocess.Popen`; its stderr goes where its stdout goes."""
+    """A running `python -m milepost ARGUMENTS`, or another module; much like a `subprocess.Popen`."""
 
-    def __init__(self, *arguments: str | Path, cwd: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str | Path,
+        cwd: Path,
+        environment: Mapping[str, str] | None = None,
+        module: str = "milepost",
+    ) -> None:
         """Start it in the folder `cwd`, with `environment` instead of this process's."""
-        self.arguments = tuple(map(str, arguments))
-        descriptor, name = tempfile.mkstemp(prefix="milepost-output-", suffix=".log")
-        os.close(descriptor)
-        self._output = Path(name)
+        self._words = (module, *map(str, arguments))
+        self._folder = Path(tempfile.mkdtemp(prefix="milepost-command-"))
         given = dict(os.environ if environment is None else environment) | {"OMP_NUM_THREADS": "1"}
-        self._process = _context().Process(target=_run, args=(self.arguments, str(cwd), given, name))
+        self._process = _context().Process(target=_run, args=(self._words, cwd, given, self._folder))
         self._process.start()
 
     @property
@@ -42,36 +48,41 @@ class Command:
         assert self._process.pid is not None
         return self._process.pid
 
-    @property
-    def returncode(self) -> int | None:
-        """Its exit code, minus the number of a signal that killed it; None while it runs."""
+    def poll(self) -> int | None:
+        """Return its exit code, minus the number of a signal that killed it; None while it runs."""
         return self._process.exitcode
 
-    def poll(self) -> int | None:
-        """Return `returncode`."""
-        return self._process.exitcode
+    @property
+    def stdout(self) -> str:
+        """What it has printed to stdout so far."""
+        return self._printed("stdout")
+
+    @property
+    def stderr(self) -> str:
+        """What it has printed to stderr so far."""
+        return self._printed("stderr")
 
     @property
     def output(self) -> str:
-        """What it has printed so far, on either stream."""
-        return self._output.read_text(errors="replace")
-
-    def wait(self, timeout: float) -> int:
-        """Wait for its end; return its exit code. Fails the test, with what it printed, after `timeout` seconds."""
-        self._process.join(timeout)
-        assert self.returncode is not None, f"{self.arguments} did not end in {timeout:g} s; its output:\n{self.output}"
-        return self.returncode
+        """What it has printed so far: stdout, then stderr."""
+        return self.stdout + self.stderr
 
     def finish(self, timeout: float = 600) -> tuple[int, str]:
-        """Wait for its end as `wait` does; return its exit code and all of its output."""
-        return self.wait(timeout), self.output
+        """Wait for its end; return its exit code and all of its output.
+
+        Fails the test, with what it printed, after `timeout` seconds.
+        """
+        self._process.join(timeout)
+        code = self.poll()
+        assert code is not None, f"{self._words} did not end in {timeout:g} s; its output:\n{self.output}"
+        return code, self.output
 
     def wait_until(self, condition: Callable[[], object], timeout: float = 600) -> None:
         """Wait until `condition()` holds. Fails the test, with what the command printed, if it ends before that."""
         deadline = time.monotonic() + timeout
         while not condition():
-            assert self.poll() is None, f"{self.arguments} ended with {self.returncode}; its output:\n{self.output}"
-            late = f"{self.arguments} is not where it is waited for after {timeout:g} s; its output:\n{self.output}"
+            assert self.poll() is None, f"{self._words} ended with {self.poll()}; its output:\n{self.output}"
+            late = f"{self._words} is not where it is waited for after {timeout:g} s; its output:\n{self.output}"
             assert time.monotonic() < deadline, late
             time.sleep(0.005)
 
@@ -84,6 +95,10 @@ class Command:
         """Send SIGKILL, unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
+    def _printed(self, stream: str) -> str:
+        path = self._folder / stream
+        return path.read_text(errors="replace") if path.exists() else ""
+
 
 @cache
 def _context() -> ForkServerContext:
@@ -92,22 +107,21 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _run(arguments: tuple[str, ...], folder: str, environment: dict[str, str], output: str) -> None:
-    """Be `python -m milepost ARGUMENTS`."""
-    os.chdir(folder)
+def _run(words: tuple[str, ...], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
+    """Be `python -m WORDS` in the folder `cwd`, writing to the files `stdout` and `stderr` in `output`."""
+    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    with Path(output).open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.argv = ["milepost", *arguments]
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        with (output / name).open("ab") as file:
+            os.dup2(file.fileno(), number)
     # Named semaphores and shared memory get a tracker of the process's own: what it leaks when it is killed is not for
     # the tests' process to report.
     for name in ("_fd", "_pid"):
         setattr(resource_tracker._resource_tracker, name, None)
-    from milepost.cli import main
-
+    sys.argv = list(words)
+    sys.path = [str(cwd), *(path for path in sys.path if not Path(path).is_relative_to(TESTS))]
     try:
-        main()
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()

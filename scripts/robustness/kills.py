@@ -186,8 +186,9 @@ def _lines(run_dir: Path) -> list[Any]:
 
 
 def _state(run_dir: Path) -> dict[str, Any]:
-    """Return everything in the checkpoints' tensor files, tensors by their hash, and the summary."""
-    state: dict[str, Any] = {"summary.json": (run_dir / "summary.json").read_text()}
+    """Return everything in the checkpoints' tensor files, tensors by their hash, and the summary without memory."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    state: dict[str, Any] = {"summary.json": {name: value for name, value in summary.items() if name != "memory_gb"}}
     for file in (run_dir / "checkpoints").rglob("*.safetensors"):
         name = str(file.relative_to(run_dir))
         state[f"{name} metadata"] = load_metadata(file)

@@ -62,7 +62,7 @@ def behave(sample):
     if b == "kill group": os.killpg(0, signal.SIGTERM); time.sleep(600)
     if b == "recursion": return behave(sample)
     if b == "memory": return [bytearray(1 << 28) for _ in range(64)]
-    if b == "leak": KEPT.append(bytearray(900 << 20)); return 0.5
+    if b == "leak": KEPT.append(bytes(900 << 20)); return 0.5  # not touched, and so had at once
     if b == "print":
         for _ in range(40): print("x" * (1 << 20))
         return 0.5
@@ -207,7 +207,7 @@ def run_with(folder: Path, behaviour: str) -> Outcome:
     rollouts = [record for record in records if record["kind"] == "rollout"]
     times = sorted(record["perf/rollout_time"] for record in records if "perf/rollout_time" in record)
     bad = [line for line in _lines(run_dir / "samples.jsonl") if line["kind"] == "rollout"]
-    output = output_of(run_dir).read_text(errors="replace").strip().splitlines()
+    output = output_of(run_dir).read_text(errors="replace").strip().splitlines() if code else []
     return Outcome(
         behaviour,
         code,
@@ -218,7 +218,7 @@ def run_with(folder: Path, behaviour: str) -> Outcome:
         tuple(bad[16 * rollout + place]["rewards"]["reward"] for rollout in range(len(bad) // 16) for place in (0, 4)),
         sum(file.stat().st_size for file in (run_dir / "logs").glob("reward-*.log")),
         len(_alive(run_dir.name)),
-        output[-1] if code and output else "",
+        output[-1] if output else "",
     )
 
 

@@ -9,11 +9,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import Command
 from milepost.errors import PluginError
 from milepost.registry import Registry
 from milepost.scaffold import new_plugin
 from milepost.scaffold.shapes import layout_values
 from milepost.testing.checkpoints import config_of
+
+pytestmark = pytest.mark.takes(30)
+
+
+def forked(module: str, *arguments: str | Path, cwd: Path) -> str:
+    """Run a module to its good end and return its output."""
+    code, output = Command(*arguments, cwd=cwd, module=module).finish()
+    assert code == 0, output
+    return output
 
 
 def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -35,15 +45,11 @@ def write_config(folder: Path, architecture: str) -> Path:
 @pytest.mark.parametrize("kind", ["reward", "algorithm", "advantage", "transport", "model"])
 def test_what_is_written_passes_as_it_is(kind: str, tmp_path: Path) -> None:
     more = ["--config", write_config(tmp_path, "Olmo2ForCausalLM")] if kind == "model" else []
-    made = milepost("new", kind, f"acme-{kind}", *more, cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
-    assert made.stdout.endswith(f"next:\n  cd acme-{kind}\n  milepost plugins check .\n  pip install -e .\n")
+    made = forked("milepost", "plugins", "new", kind, f"acme-{kind}", *more, cwd=tmp_path)
+    assert made.endswith(f"next:\n  cd acme-{kind}\n  milepost plugins check .\n  pip install -e .\n")
     project = tmp_path / f"acme-{kind}"
-    tests = run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project)
-    assert tests.returncode == 0, tests.stdout
-    checked = milepost("check", ".", cwd=project)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    plugin, component, last = checked.stdout.splitlines()
+    forked("pytest", "-q", "-p", "no:cacheprovider", cwd=project)
+    plugin, component, last = forked("milepost", "plugins", "check", ".", cwd=project).splitlines()
     assert plugin == f"plugin acme_{kind} from acme-{kind} 0.1.0: ok"
     assert component == f"{kind} acme_{kind} from acme-{kind} 0.1.0: ok"
     assert last == "every promise is kept"
@@ -99,7 +105,7 @@ def test_the_layout_of_a_family_counts_every_parameter(architecture: str, tmp_pa
     registry = Registry.load(block=["qwen2"])
     path = write_config(tmp_path, architecture)
     new_plugin("model", "acme-model", tmp_path / "out", registry=registry, config=path)
-    assert run("-m", "pytest", "-q", "-k", "size", "-p", "no:cacheprovider", cwd=tmp_path / "out").returncode == 0
+    forked("pytest", "-q", "-k", "size", "-p", "no:cacheprovider", cwd=tmp_path / "out")
 
 
 def test_shapes_that_are_not_understood_are_named() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import Command
 from milepost import loop
 from milepost.checkpoint import load_tensors
 from milepost.config.loading import load_config
@@ -21,9 +21,11 @@ from milepost.errors import CheckpointError
 from milepost.run import RunSummary
 from milepost.tracking.catalogue import describe
 from milepost.training.torch_trainer import TorchTrainer
+from runs import lines, numbers
 from safetensors.torch import load_file, save_file
 
 Write = Callable[..., Path]
+pytestmark = pytest.mark.takes(50)
 PPO = {"algorithm": {"name": "ppo"}, "eval": {"datasets": []}}
 ROOT = Path(__file__).parents[2]
 
@@ -36,16 +38,6 @@ def score(sample):
 
 def train(path: Path, *sets: str) -> RunSummary:
     return loop.train(make_plan(load_config([path], sets)), progress=False)
-
-
-def lines(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if kind is None or record["kind"] == kind]
-
-
-def numbers(run_dir: Path) -> list[dict[str, Any]]:
-    """Every line of metrics.jsonl without wall-clock times."""
-    return [{k: v for k, v in line.items() if not k.startswith("perf/") and k != "time"} for line in lines(run_dir)]
 
 
 def saved(run_dir: Path, rollout: int, name: str) -> dict[str, torch.Tensor]:
@@ -238,16 +230,7 @@ def test_killed_in_the_middle_of_a_critic_step_it_goes_on_with_the_same_numbers(
     )
 
     def start(run_dir: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "milepost", "train", str(path), "--no-progress", "--run-dir", run_dir]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=workspace,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        return done.returncode, done.stdout + done.stderr
+        return Command("train", path, "--no-progress", "--run-dir", run_dir, cwd=workspace).finish()
 
     code, output = start("killed")
     assert code == -signal.SIGKILL, output

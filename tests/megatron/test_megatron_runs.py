@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from commands import Command
+from runs import numbers
+
+pytestmark = pytest.mark.takes(75)
 
 CONFIG: dict[str, Any] = {
     "run": {"threads": 1, "device": "cpu"},
@@ -30,14 +32,12 @@ PPO = ("algorithm.name=ppo", "cluster.cpu_ranks=4", "trainer.pipeline_parallel=2
 
 def train(folder: Path, run_dir: str, *sets: str) -> list[dict[str, Any]]:
     """Run to the end and return every line of metrics.jsonl without wall-clock times."""
-    command = [sys.executable, "-m", "milepost", "train", "run.yaml", "--no-progress", "--run-dir", run_dir]
-    for item in sets:
-        command += ["--set", item]
+    flags = [word for item in sets for word in ("--set", item)]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (folder / run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("perf/") and k != "time"} for line in lines]
+    command = ["train", "run.yaml", "--no-progress", "--run-dir", run_dir, *flags]
+    code, output = Command(*command, cwd=folder, environment=environment).finish()
+    assert code == 0, output
+    return numbers(folder / run_dir)
 
 
 def parallel(sets: tuple[str, ...]) -> tuple[str, ...]:

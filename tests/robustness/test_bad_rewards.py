@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "robustness" / "rewards.py"
+import pytest
+from commands import Command
+
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "robustness"
+pytestmark = pytest.mark.takes(30)
 
 
-def test_runs_survive_their_rewards(policy: Path) -> None:
+class Started(Command):
+    """As much of a `subprocess.Popen` as the script asks of its runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self.finish(timeout=600)[0]
+
+
+def start(config: Path, run_dir: Path) -> Started:
+    return Started("train", config, "--no-progress", "--run-dir", run_dir, cwd=config.parent)
+
+
+def test_runs_survive_their_rewards(
+    policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = import_module("rewards")
+    monkeypatch.setattr(script, "start", start)
+    for name in (script.MARK, "MILEPOST_ROBUSTNESS_REWARD"):
+        monkeypatch.setenv(name, "")  # so that it is gone afterwards
     behaviours = ["deaf", "os._exit", "leak", "grandchild", "threads"]
-    command = [sys.executable, str(SCRIPT), "--policy", str(policy), *behaviours]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {line[:22].strip(): line[22:].split() for line in done.stdout.splitlines()[2:]}
+    monkeypatch.setattr(sys, "argv", ["rewards.py", "--policy", str(policy), *behaviours])
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    printed = capsys.readouterr().out
+    assert end.value.code == 0, printed
+    rows = {line[:22].strip(): line[22:].split() for line in printed.splitlines()[2:]}
     assert list(rows) == behaviours
     # exit code, failures, their kind, workers lost, processes left
     assert {name: (row[0], row[2], row[3], row[4], row[7]) for name, row in rows.items()} == {

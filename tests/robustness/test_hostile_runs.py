@@ -8,14 +8,17 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from commands import Command
+from runs import lines
 
 Write = Callable[..., Path]
+pytestmark = pytest.mark.takes(40)
 
 SLOW = '''
 import pathlib, time
@@ -33,10 +36,19 @@ def fails(sample):
 NO_EVALUATION = {"interval": None, "datasets": []}
 
 
-def start(path: Path, *flags: str, **settings: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "milepost", "train", str(path), "--no-progress", *flags]
+def start(path: Path, *flags: str) -> Command:
+    return Command("train", path, "--no-progress", *flags, cwd=path.parent)
+
+
+def finish(process: Command) -> tuple[int, str, str]:
+    code, _ = process.finish()
+    return code, process.stdout, checked(process.stderr)
+
+
+def start_fresh(path: Path, **settings: Any) -> subprocess.Popen[str]:
+    """Start a run as a shell does, with what `subprocess.Popen` can set."""
     return subprocess.Popen(
-        command,
+        [sys.executable, "-m", "milepost", "train", str(path), "--no-progress"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -46,18 +58,9 @@ def start(path: Path, *flags: str, **settings: Any) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    output, errors = process.communicate(timeout=180)
+def checked(errors: str) -> str:
     assert not errors.startswith("Traceback") and "\nTraceback" not in errors, errors  # a reward's is indented
-    return process.returncode, output, errors
-
-
-def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The whole lines of one kind in metrics.jsonl."""
-    path = run_dir / "metrics.jsonl"
-    data = path.read_bytes() if path.exists() else b""
-    records = [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
-    return [record for record in records if record["kind"] == kind]
+    return errors
 
 
 def test_an_interrupted_last_evaluation_is_made_up_for(write_config: Write, workspace: Path) -> None:
@@ -68,10 +71,7 @@ def test_an_interrupted_last_evaluation_is_made_up_for(write_config: Write, work
     path = write_config(rollout={"num_rollouts": 1}, eval={"interval": None, "before": False, "datasets": [held_out]})
     run_dir = workspace / "run"
     process = start(path)
-    deadline = time.monotonic() + 120
-    while len(lines(run_dir, "perf")) < 2:  # the second is written right before the evaluation
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+    process.wait_until(lambda: len(lines(run_dir, "perf")) == 2)  # the second is written right before the evaluation
     process.send_signal(signal.SIGTERM)
     code, output, errors = finish(process)
     assert code == 130, errors
@@ -96,8 +96,9 @@ def test_a_full_disk_is_one_message_and_the_run_goes_on_afterwards(write_config:
         def small_files(limit: int = size) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-        code, _, errors = finish(start(path, preexec_fn=small_files))
-        assert code == 1, errors
+        process = start_fresh(path, preexec_fn=small_files)
+        errors = checked(process.communicate(timeout=600)[1])
+        assert process.returncode == 1, errors
         assert errors.count("error: ") == 1
         assert "File too large, so the run stopped; make room there." in errors
         assert not list((run_dir / "checkpoints").glob("rollout-*"))
@@ -109,12 +110,12 @@ def test_a_full_disk_is_one_message_and_the_run_goes_on_afterwards(write_config:
 
 def test_a_reader_that_goes_away_ends_the_run_with_one_message(write_config: Write) -> None:
     path = write_config(rollout={"num_rollouts": 5000}, eval=NO_EVALUATION)
-    process = start(path)
+    process = start_fresh(path)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.readline()
     process.stdout.close()
     errors = process.stderr.read()
-    assert process.wait(timeout=120) == 1
+    assert process.wait(timeout=600) == 1
     assert errors.startswith("error: nobody reads stdout any more, so the run stopped")
     assert len(errors.splitlines()) == 1
 

@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.takes(30)
 SCRIPT = Path(__file__).parents[2] / "scripts" / "robustness" / "kills.py"
 
 

@@ -18,11 +18,12 @@ from milepost.weights.sglang import HttpReceiver
 from milepost.weights.transport import EngineInfo, Manifest, RankInfo, World, digest
 from sglang_helpers import MAX_POSITIONS, Served, Tensors, hf_model, log_probs_of, task, weights_of
 
+pytestmark = pytest.mark.takes(35)
 PROMPT = [5, 6, 7, 8, 9]
 VERSIONS = iter(range(10**6))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def model(served: Served) -> Any:
     return hf_model(served.model_path)
 

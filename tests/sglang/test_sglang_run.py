@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from click.testing import CliRunner
+from commands import Command
+from milepost.cli import cli
+from runs import lines
 
 Write = Callable[..., Path]
 ENGINE = {"backend": "sglang", "max_running_requests": 64}
+pytestmark = pytest.mark.takes(90)
 
 
-def start(path: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "milepost", "train", str(path), "--no-progress"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=path.parent, env=environment
-    )
-
-
-def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    file = run_dir / "metrics.jsonl"
-    records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [record for record in records if record["kind"] == kind]
-
-
-def wait_until(process: subprocess.Popen[str], condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 480
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def start(path: Path) -> Command:
+    return Command("train", path, "--no-progress", cwd=path.parent)
 
 
 def test_a_run_learns_and_outlives_its_engine(write_config: Write) -> None:
@@ -53,7 +36,7 @@ def test_a_run_learns_and_outlives_its_engine(write_config: Write) -> None:
     run_dir = path.parent / "run"
     process = start(path)
     try:
-        wait_until(process, lambda: len(lines(run_dir, "rollout")) >= 2)
+        process.wait_until(lambda: len(lines(run_dir, "rollout")) >= 2)
         [leader] = [
             child
             for child in psutil.Process(process.pid).children()
@@ -61,11 +44,10 @@ def test_a_run_learns_and_outlives_its_engine(write_config: Write) -> None:
         ]
         family = [leader, *leader.children(recursive=True)]
         os.kill(leader.pid, signal.SIGKILL)
-        output, _ = process.communicate(timeout=480)
+        code, output = process.finish()
     finally:
         process.kill()
-        process.wait()
-    assert process.returncode == 0, output
+    assert code == 0, output
     assert "engine 0 is lost" in output
     assert "engine 0 is started again" in output
     steps = lines(run_dir, "step")
@@ -87,20 +69,18 @@ def test_a_run_that_is_killed_takes_its_servers_with_it(write_config: Write) -> 
         def family() -> list[psutil.Process]:
             return psutil.Process(process.pid).children(recursive=True)
 
-        wait_until(process, lambda: any("sglang::" in child.name() for child in family()) or len(family()) > 2)
+        process.wait_until(lambda: any("sglang::" in child.name() for child in family()) or len(family()) > 2)
         started = family()
     finally:
         process.kill()
-        process.wait()
-    _, alive = psutil.wait_procs(started, timeout=20)
+    _, alive = psutil.wait_procs(started, timeout=120)
     assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_an_engine_that_does_not_start_is_one_message_with_the_end_of_its_log(write_config: Write) -> None:
     path = write_config(engine={**ENGINE, "options": {"attention_backend": "no-such-backend"}})
-    process = start(path)
-    output, _ = process.communicate(timeout=480)
-    assert process.returncode == 1, output
+    code, output = start(path).finish()
+    assert code == 1, output
     assert "a SGLang server ended while it started" in output
     assert f"the end of {path.parent / 'run' / 'logs' / 'engine-0.log'}" in output
     assert "no-such-backend" in output
@@ -116,8 +96,9 @@ def test_an_engine_that_does_not_start_is_one_message_with_the_end_of_its_log(wr
     ],
 )
 def test_options_are_checked_before_anything_starts(write_config: Write, options: dict[str, Any], message: str) -> None:
-    process = start(write_config(engine={**ENGINE, "options": options}))
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 2, output
-    assert message in output
-    assert "Traceback" not in output
+    path = write_config(engine={**ENGINE, "options": options})
+    done = CliRunner().invoke(cli, ["train", str(path)])
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+    assert "Traceback" not in done.output
+    assert not (path.parent / "run").exists()
