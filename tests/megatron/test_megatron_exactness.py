@@ -89,7 +89,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(path: Path, kind: str, optimizer: dict[str, Any]) -> dict[str, Any]:
     """The same two steps by transformers, one sample at a time, and torch's optimizers."""
     from milepost.config.schema import RunSection
-    from milepost.training.roles import ValueHead
+    from milepost.training.policy import ValueHead
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path)
