@@ -1,4 +1,4 @@
-"""The order of one colocated iteration."""
+"""The order of one iteration."""
 
 from __future__ import annotations
 
@@ -39,6 +39,25 @@ def test_a_step_out_of_order_is_an_error_naming_what_may_come(before: tuple[Phas
     walk(phases, *before)
     with pytest.raises(PhaseError, match=rf"phase '{phase.value}' came after '{phases.current.value}'.*followed by "):
         walk(phases, phase)
+
+
+def test_engines_of_their_own_neither_sleep_nor_are_made_room_for() -> None:
+    phases = Phases(colocated=False)
+    walk(phases, Phase.PUSH, Phase.EVALUATE)
+    walk(phases, Phase.GENERATE, Phase.CRITIC, Phase.ACTOR, Phase.SAVE, Phase.PUSH)
+    walk(phases, Phase.GENERATE, Phase.ACTOR, Phase.PUSH, Phase.GENERATE)
+    for phase in (Phase.SLEEP, Phase.PUSH, Phase.OFFLOAD):
+        with pytest.raises(PhaseError, match="followed by actor, critic, save"):
+            walk(phases, phase)
+
+
+def test_each_phase_that_went_through_is_told() -> None:
+    told: list[Phase] = []
+    phases = Phases(on_end=told.append)
+    walk(phases, Phase.OFFLOAD, Phase.WAKE)
+    with pytest.raises(OSError, match="in the push"), phases(Phase.PUSH):
+        raise OSError("in the push")
+    assert told == [Phase.OFFLOAD, Phase.WAKE]
 
 
 def test_seconds_are_counted_per_phase_and_taken_once() -> None:

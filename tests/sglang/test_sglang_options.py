@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,15 +11,17 @@ from typing import Any
 import pytest
 from milepost.errors import ConfigError
 from milepost.rollout.sglang.options import ELSEWHERE, MILEPOSTS, check_options, server_arguments, server_options
+from milepost.rollout.sglang.server import PortReservation
 
 
-def arguments(device: str = "cpu", **options: Any) -> dict[str, Any]:
+def arguments(device: str = "cpu", *, colocated: bool = True, **options: Any) -> dict[str, Any]:
     return server_arguments(
         model_path=Path("/models/tiny"),
         device=device,
         dtype="float32",
         max_positions=100,
         max_running_requests=16,
+        colocated=colocated,
         options=options,
     )
 
@@ -29,6 +32,19 @@ def test_the_options_are_those_of_the_installed_server_args() -> None:
     assert ELSEWHERE.keys() | MILEPOSTS.keys() <= known
     assert {"NS", "A", "_resolved", "__post_init__"}.isdisjoint(known)
     assert set(arguments()) | set(arguments("cuda")) <= known
+
+
+def test_a_reserved_port_is_given_to_nobody_and_a_server_may_listen_on_it() -> None:
+    reservation = PortReservation("127.0.0.1")
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", reservation.port))
+    for _ in range(2):  # again after a restart
+        address = ("127.0.0.1", reservation.port)
+        with socket.create_server(address) as server, socket.create_connection(address) as client:  # SO_REUSEADDR
+            connection, _ = server.accept()
+            client.sendall(b"hello")
+            assert connection.recv(5) == b"hello"
+            connection.close()
 
 
 def test_checking_options_imports_neither_sglang_nor_torch() -> None:
@@ -71,6 +87,8 @@ def test_defaults_follow_the_device_and_options_win() -> None:
     )
     assert (cpu["context_length"], cpu["max_running_requests"], cpu["tp_size"]) == (108, 16, 1)
     assert "enable_memory_saver" not in cpu
+    assert arguments("cuda")["enable_memory_saver"] is True
+    assert "enable_memory_saver" not in arguments("cuda", colocated=False)  # nobody wants its memory
     gpu = arguments("cuda", mem_fraction_static=0.7, enable_memory_saver=False)
     assert (gpu["mem_fraction_static"], gpu["enable_memory_saver"], gpu["device"]) == (0.7, False, "cuda")
     assert "attention_backend" not in gpu

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from milepost.errors import EngineGone, RunError, TransportError
+from milepost.errors import EngineGone, MilepostError, RunError, TransportError
 from milepost.rollout.engine import SamplingParams
 from milepost.rollout.sglang import pool as pools
 from milepost.rollout.sglang.engine import SGLangEngine
@@ -71,7 +71,9 @@ class StubServer:
             for transport in self._connections:
                 transport.abort()
             self._connections.clear()
+            self.aborted.set()  # cleaning up waits for whoever is still being answered
             await runner.cleanup()
+            self.aborted = asyncio.Event()
 
     async def alive(self) -> bool:
         return self._runner is not None
@@ -111,14 +113,14 @@ class StubServer:
 class Fixture:
     """A pool over stubs, pushed to as version 0."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, stall_timeout: float) -> None:
         self.servers = [StubServer() for _ in range(count)]
         engines = [
             SGLangEngine(server, decode=str, end_token_ids=[1], vocab_size=100, max_positions=50, index=index)
             for index, server in enumerate(self.servers)
         ]
         self.events: list[str] = []
-        self.pool = EnginePool(engines, on_event=self.events.append)
+        self.pool = EnginePool(engines, on_event=self.events.append, stall_timeout=stall_timeout)
         self.refills: list[int] = []
         self.pool.refill = self.refill
 
@@ -133,13 +135,20 @@ class Fixture:
             self.servers[index].version = version
         self.pool.committed(version, present)
 
+    async def until_served(self, *counts: int) -> None:
+        """Wait until each server has been asked so often."""
+        while [len(server.served) for server in self.servers] != list(counts):
+            await asyncio.sleep(0.001)
+
     async def ask(self, index: int, tokens: tuple[int, ...] = (5, 6)) -> Sample:
         return await self.pool.generate(task(index, tokens), tokens, PARAMS, (index,))
 
 
-def with_pool(count: int, test: Callable[[Fixture], Awaitable[None]], pushed: bool = True) -> Fixture:
+def with_pool(
+    count: int, test: Callable[[Fixture], Awaitable[None]], pushed: bool = True, stall_timeout: float = 1000.0
+) -> Fixture:
     async def body() -> Fixture:
-        made = Fixture(count)
+        made = Fixture(count, stall_timeout)
         await made.pool.start()
         if pushed:
             made.push(0)
@@ -194,8 +203,7 @@ def test_an_engine_that_dies_is_replaced_refilled_and_its_requests_run_elsewhere
         for server in made.servers:
             server.delay = 0.2
         work = [asyncio.ensure_future(made.ask(group)) for group in range(8)]
-        await asyncio.sleep(0.05)
-        assert len(made.servers[0].served) == 4
+        await made.until_served(4, 4)
         await made.servers[0].die()
         samples = await asyncio.gather(*work)
         assert {sample.status for sample in samples} == {Status.COMPLETED}
@@ -216,7 +224,7 @@ def test_requests_wait_for_the_only_engine_to_come_back() -> None:
     async def test(made: Fixture) -> None:
         made.servers[0].delay = 0.2
         work = [asyncio.ensure_future(made.ask(group)) for group in range(4)]
-        await asyncio.sleep(0.05)
+        await made.until_served(4)
         await made.servers[0].die()
         samples = await asyncio.gather(*work)
         assert [sample.tokens.tolist() for sample in samples] == [[5, 6, 7]] * 4
@@ -317,7 +325,7 @@ def test_abort_reaches_requests_that_wait_for_an_engine() -> None:
         made.pool.refill = slowly
         made.servers[0].delay = 0.5
         work = [asyncio.ensure_future(made.ask(group)) for group in range(3)]
-        await asyncio.sleep(0.05)
+        await made.until_served(3)
         await made.servers[0].die()
         await asyncio.sleep(0.05)
         await made.pool.abort()
@@ -375,6 +383,72 @@ def test_an_engine_that_dies_in_a_push_is_left_out_and_refilled_alone() -> None:
         assert [engine.version for engine in made.pool.engines] == [4, 4]
 
     with_pool(2, test)
+
+
+def test_an_engine_that_answers_no_request_in_time_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "MONITOR_SECONDS", 0.02)
+
+    async def test(made: Fixture) -> None:
+        async def come_to_senses(index: int) -> PushReport:
+            made.servers[index].delay = 0.01
+            return await made.refill(index)
+
+        made.pool.refill = come_to_senses
+        made.servers[0].delay = 1000  # healthy all the while
+        work = [asyncio.ensure_future(made.ask(group)) for group in range(4)]
+        await made.until_served(2, 2)
+        samples = await asyncio.gather(*work)
+        assert {sample.status for sample in samples} == {Status.COMPLETED}
+        while made.refills != [0]:
+            await asyncio.sleep(0.01)
+
+    made = with_pool(2, test, stall_timeout=1.0)
+    assert made.events[0] == (
+        "engine 0 is lost: none of its 2 requests was answered within cluster.stall_timeout (1 s)"
+    )
+
+
+def test_an_engine_without_memory_for_a_refill_waits_for_the_next_push() -> None:
+    async def test(made: Fixture) -> None:
+        async def no_room(index: int) -> None:
+            return None
+
+        made.pool.refill = no_room
+        await made.servers[1].die()
+        samples = await asyncio.gather(*(made.ask(group) for group in range(4)))
+        assert {int(sample.versions[-1]) for sample in samples} == {0}
+        await made.pool.sleep(("weights",))  # behind the restart
+        assert made.servers[1].starts == 2
+        await made.pool.wake(("weights",))
+        made.push(1)
+        assert [engine.version for engine in made.pool.engines] == [1, 1]
+
+        for server in made.servers:
+            await server.die()
+        with pytest.raises(RunError, match=r"no engine is left .* engine 0 and engine 1 cannot be refilled before"):
+            await made.ask(0)
+
+    made = with_pool(2, test)
+    assert "engine 1 waits for the next push: there is no memory for a refill now" in made.events
+
+
+def test_what_ends_a_run_ends_its_requests_as_what_it_is() -> None:
+    class RankLostError(MilepostError):
+        exit_code = 3
+
+    async def test(made: Fixture) -> None:
+        for server in made.servers:
+            server.delay = 1000
+        work = [asyncio.ensure_future(made.ask(group)) for group in range(4)]
+        await made.until_served(2, 2)
+        made.pool.fail(RankLostError("a rank died"))
+        results = await asyncio.gather(*work, return_exceptions=True)
+        assert [type(result) for result in results] == [RankLostError] * 4
+        with pytest.raises(RankLostError, match="a rank died"):
+            await made.ask(0)
+
+    made = with_pool(2, test)
+    assert made.events == []
 
 
 def test_an_answer_under_other_weights_is_an_error() -> None:

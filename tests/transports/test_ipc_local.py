@@ -162,6 +162,45 @@ def test_the_receiver_side_and_ranks_that_send_nothing() -> None:
     asyncio.run(act())
 
 
+def test_a_rank_reads_its_source_to_the_end_though_an_engine_fails_and_others_are_not_committed() -> None:
+    models = [make_model(0), make_model(1)]
+    engines = [make_engine(models[0], name) for name in ("a", "b")]
+
+    async def act() -> None:
+        for engine in engines:
+            await engine.start()
+        transport = IpcTransport(1)  # one tensor at a time
+        sender = transport.sender(transport.open(WORLD, [EngineInfo(i, e.endpoint) for i, e in enumerate(engines)]), 0)
+        sender.push(0, Source(models[0]))
+        source = Source(models[1])
+        yielded = []
+
+        class Watched:
+            def specs(self) -> Any:
+                return source.specs()
+
+            def tensors(self) -> Any:
+                for name, tensor in source.tensors():
+                    yielded.append(name)
+                    # the third is not what the manifest says: both engines refuse it
+                    yield name, tensor[:1] if len(yielded) == 3 else tensor
+
+        with pytest.raises(TransportError):
+            sender.push(1, Watched())  # type: ignore[arg-type]
+        assert yielded == [spec.name for spec in source.specs()]  # other ranks gathered with this one
+        await engines[0].stop()
+        with pytest.raises(TransportError, match="no engine at 'local:a'"):
+            sender.push(2, Source(models[1]))
+        assert engines[1].version == 0
+        with pytest.raises(RuntimeError, match="fenced"):
+            await greedy(engines[1])
+        assert sender.push(3, Source(models[1]), engines=[1]).engines == (1,)
+        assert await greedy(engines[1]) == expected(models[1])
+        await engines[1].stop()
+
+    asyncio.run(act())
+
+
 def test_engines_elsewhere_are_refused() -> None:
     transport = milepost.resolve("transport", "ipc", {"bucket_mb": 1})
     with pytest.raises(TransportError, match=r"engine 0 is at 'tcp://localhost:1'"):
