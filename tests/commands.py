@@ -34,12 +34,13 @@ class Command:
         cwd: Path,
         environment: Mapping[str, str] | None = None,
         module: str = "milepost",
+        own_group: bool = False,
     ) -> None:
-        """Start it in the folder `cwd`, with `environment` instead of this process's."""
+        """Start it in the folder `cwd`, with `environment` instead of this process's, perhaps as a group's leader."""
         self._words = (module, *map(str, arguments))
         self._folder = Path(tempfile.mkdtemp(prefix="milepost-command-"))
         given = dict(os.environ if environment is None else environment) | {"OMP_NUM_THREADS": "1"}
-        self._process = _context().Process(target=_run, args=(self._words, cwd, given, self._folder))
+        self._process = _context().Process(target=_run, args=(self._words, cwd, given, self._folder, own_group))
         self._process.start()
 
     @property
@@ -107,8 +108,12 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _run(words: tuple[str, ...], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
+def _run(
+    words: tuple[str, ...], cwd: Path, environment: Mapping[str, str], output: Path, own_group: bool = False
+) -> None:
     """Be `python -m WORDS` in the folder `cwd`, writing to the files `stdout` and `stderr` in `output`."""
+    if own_group:
+        os.setpgid(0, 0)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)

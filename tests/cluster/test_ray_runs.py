@@ -60,6 +60,35 @@ def milepost_algorithms():
     return [milepost.Component("broken", Options, AlgorithmTraits(group=True), Broken, "Breaks.")]
 '''
 
+DYING = '''
+"""The usual generation; the engine's process is killed as rollout 2 asks it, and as rollout 5 has its first answer."""
+import os
+import re
+import signal
+from pathlib import Path
+
+PER_ROLLOUT = 16
+calls, kills = [], []
+
+
+def kill():
+    log = Path("engine-dies", "logs", "engine-0.log").read_text()
+    kills.append(int(re.findall(r"process (\\d+)", log)[-1]))
+    os.kill(kills[-1], signal.SIGKILL)
+
+
+async def generate(task, engine):
+    if engine.params.temperature == 0:
+        return [await engine.generate()]  # of an evaluation
+    calls.append(task)
+    if len(calls) == 2 * PER_ROLLOUT + 1:
+        kill()
+    sample = await engine.generate()
+    if len(calls) == 6 * PER_ROLLOUT and len(kills) == 1:
+        kill()
+    return [sample]
+'''
+
 CONFIG: dict[str, Any] = {
     "run": {"threads": 1, "device": "cpu"},
     "model": {"path": "model"},
@@ -84,6 +113,7 @@ def folder(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     reward = "def score(sample):\n    return sum(map(str.isdigit, sample.text)) / max(1, len(sample.text))\n"
     (out / "score.py").write_text(reward)
     (out / "broken.py").write_text(BROKEN)
+    (out / "dying.py").write_text(DYING)
     (out / "run.yaml").write_text(yaml.safe_dump(CONFIG))
     return out
 
@@ -110,12 +140,19 @@ def cluster() -> Iterator[str]:
     assert process.wait(timeout=60) == 0
 
 
-def start(folder: Path, run_dir: str, *sets: str, cluster: str | None = None, flags: tuple[str, ...] = ()) -> Command:
+def start(
+    folder: Path,
+    run_dir: str,
+    *sets: str,
+    cluster: str | None = None,
+    flags: tuple[str, ...] = (),
+    own_group: bool = False,
+) -> Command:
     environment = ENVIRONMENT if cluster is None else {**ENVIRONMENT, "RAY_ADDRESS": cluster}
     arguments = ["train", "run.yaml", "--no-progress", "--run-dir", run_dir, *flags]
     for item in sets:
         arguments += ["--set", item]
-    return Command(*arguments, cwd=folder, environment=environment)
+    return Command(*arguments, cwd=folder, environment=environment, own_group=own_group)
 
 
 def process_id(log: Path) -> int:
@@ -198,6 +235,45 @@ def test_a_killed_rank_ends_the_run_and_a_restart_goes_on_with_the_same_numbers(
     assert output.count("ray: cluster started here") == 2
     assert "restart 1 of 1" in output and output.count("resuming after rollout") == 2
     assert numbers(folder / "killed") == numbers(folder / "two")
+
+
+def test_an_engine_that_dies_is_replaced_and_its_requests_run_again(
+    folder: Path, cluster: str, finished: dict[str, str]
+) -> None:
+    process = start(folder, "engine-dies", *TWO_RANKS, "rollout.generate=dying:generate", cluster=cluster)
+    code, output = process.finish()
+    assert code == 0, output
+    events = re.findall(
+        r"^engine-0 \(process (\d+)\) died in phase 'generate'.*; it is started again \(death 1 of 3 until the next "
+        r"push\), its (\d+) requests run again$",
+        output,
+        re.MULTILINE,
+    )
+    assert len(events) == 2 and events[0][0] != events[1][0], output
+    assert int(events[0][1]) == 16 and 1 <= int(events[1][1]) < 16
+    assert "resuming" not in output and "Traceback" not in output
+    mine, theirs = numbers(folder / "engine-dies"), numbers(folder / "two")
+    # up to the first death and beyond it, the same bits; then fewer run again together, which rounds differently
+    same = next(i for i, line in enumerate(theirs) if line["kind"] == "rollout" and line["index"] == 5)
+    assert mine[:same] == theirs[:same]
+    for left, right in zip(mine, theirs, strict=True):
+        assert_close(left, right)
+
+
+def test_a_signal_to_the_process_group_saves_and_stops_a_run_with_a_cluster_of_its_own(
+    folder: Path, finished: dict[str, str]
+) -> None:
+    process = start(folder, "stopped", *TWO_RANKS, own_group=True)
+    process.wait_until(lambda: logged(folder / "stopped", "step", 4))
+    os.killpg(process.pid, signal.SIGTERM)
+    code, output = process.finish()
+    assert code == 130, output
+    assert "ray: cluster started here" in output
+    assert "SIGTERM: finishing the current step and saving" in output and "died" not in output
+    done = numbers(folder / "stopped")
+    assert done == numbers(folder / "two")[: len(done)]
+    last = max(line["index"] for line in done if line["kind"] == "step") // 2
+    assert (folder / "stopped" / "checkpoints" / f"rollout-{last:06d}").is_dir()
 
 
 def test_a_rank_that_hangs_is_found_and_one_that_fails_is_named(

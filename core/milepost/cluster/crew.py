@@ -1,7 +1,7 @@
 """The processes of a run on Ray, and waiting for them: a dead or stuck one ends the wait with a full account.
 
 Every process has one call that never returns (`stay`). Whoever waits for anything waits for that too, so a death is
-noticed at once, whichever process it is.
+noticed at once, whichever process it is. A process that can be replaced is missed only by who waits for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,22 @@ class Member:
     death: Any
     """Reference that is ready when the process died."""
     log: Path
+    start: Callable[[], Member]
+    """Starts another one like it."""
+    replaceable: bool = False
+    """Whether the run outlives it."""
 
     def call(self, method: str, *args: Any) -> Call:
         """Begin a call."""
         return self, getattr(self.handle, method).remote(*args)
+
+
+class MemberLostError(WorkerLostError):
+    """A process that can be replaced died."""
+
+    def __init__(self, message: str, member: Member) -> None:
+        super().__init__(message)
+        self.member = member
 
 
 class Crew:
@@ -71,22 +83,50 @@ class Crew:
         self._stall_timeout = stall_timeout
         self._members: list[Member] = []
         self._identities: dict[str, Identity] = {}
-        self._deaths: dict[asyncio.Future[Any], Member] = {}
+        self._deaths: dict[Member, asyncio.Future[Any]] = {}
 
     @property
     def stall_timeout(self) -> float:
         """Seconds that a call may take unless it is given another limit."""
         return self._stall_timeout
 
-    def add(self, host: type[Host], name: str, threads: int, options: Mapping[str, Any]) -> Member:
+    def add(
+        self,
+        host: type[Host],
+        name: str,
+        threads: int,
+        options: Mapping[str, Any],
+        *,
+        replaceable: bool = False,
+    ) -> Member:
         """Start a process that hosts `host`, where the Ray `options` say."""
-        setup = Setup(name, self._run_dir, threads)
-        actor = ray.remote(concurrency_groups=GROUPS)(host).options(max_restarts=0, **options)
-        handle = actor.remote(setup)
-        death = handle.stay.options(concurrency_group="stay").remote()
-        member = Member(name, handle, death, log_folder(self._run_dir) / f"{name}.log")
+
+        def start() -> Member:
+            actor = ray.remote(concurrency_groups=GROUPS)(host).options(max_restarts=0, **options)
+            handle = actor.remote(Setup(name, self._run_dir, threads))
+            death = handle.stay.options(concurrency_group="stay").remote()
+            return Member(name, handle, death, log_folder(self._run_dir) / f"{name}.log", start, replaceable)
+
+        member = start()
         self._members.append(member)
         return member
+
+    def replace(self, member: Member) -> Member:
+        """Start a process in the place of one that died; return it when it is up."""
+        ray.kill(member.handle, no_restart=True)  # of one that died in part
+        new = member.start()
+        self._members[self._members.index(member)] = new
+        self._deaths.pop(member, None)
+        (identity,) = self.gather([new.call("identity")], "start", timeout=max(START_SECONDS, self._stall_timeout))
+        self._identities[new.name] = identity
+        return new
+
+    def dead(self, members: Sequence[Member], wait: float = 0.0) -> list[Member]:
+        """Return those of the processes that died, waiting so many seconds for a first one."""
+        found, _ = ray.wait([member.death for member in members], num_returns=1, timeout=wait)
+        if found:
+            found, _ = ray.wait([member.death for member in members], num_returns=len(members), timeout=0)
+        return [member for member in members if member.death in found]
 
     def identify(self) -> None:
         """Wait until all processes are up, and learn which they are."""
@@ -103,12 +143,13 @@ class Crew:
 
         Raises WorkerLostError if any process of the run died or a call is not done within the stall timeout (or
         `timeout`), the error of a call that failed with one of milepost's own, and WorkerError for any other. The first
-        failure ends the wait: other ranks may be waiting for the one that failed.
+        failure ends the wait: other ranks may be waiting for the one that failed. The death of a replaceable process is
+        a MemberLostError where it is called, and nothing otherwise.
         """
         limit = self._stall_timeout if timeout is None else timeout
         begun = time.monotonic()
         pending = {ref: member for member, ref in calls}
-        deaths = {member.death: member for member in self._members}
+        deaths = {member.death: member for member in self._watched(calls)}
         found: dict[Any, Any] = {}
         while pending:
             left = limit - (time.monotonic() - begun)
@@ -127,7 +168,7 @@ class Crew:
         limit = self._stall_timeout if timeout is None else timeout
         begun = time.monotonic()
         futures = {_future(ref): (member, ref) for member, ref in calls}
-        deaths = self._watched_deaths()
+        deaths = self._watched_deaths(calls)
         pending = set(futures)
         found: dict[Any, Any] = {}
         while pending:
@@ -144,10 +185,18 @@ class Crew:
                 found[ref] = self._value(member, ref, phase)
         return [found[ref] for _, ref in calls]
 
-    def _watched_deaths(self) -> dict[asyncio.Future[Any], Member]:
-        if not self._deaths:
-            self._deaths = {_future(member.death): member for member in self._members}
-        return self._deaths
+    def _watched(self, calls: Sequence[Call]) -> list[Member]:
+        """Return the processes without which these calls come to nothing."""
+        called = {member for member, _ in calls}
+        return [member for member in self._members if not member.replaceable or member in called]
+
+    def _watched_deaths(self, calls: Sequence[Call]) -> dict[asyncio.Future[Any], Member]:
+        found = {}
+        for member in self._watched(calls):
+            if member not in self._deaths:
+                self._deaths[member] = _future(member.death)
+            found[self._deaths[member]] = member
+        return found
 
     def _value(self, member: Member, ref: Any, phase: str) -> Any:
         """Return what a finished call returned, or raise what it failed with."""
@@ -159,9 +208,9 @@ class Crew:
         if failure is None:
             return outcome.value
         if not failure.is_ours:
-            dead, _ = ray.wait([m.death for m in self._members], num_returns=1, timeout=GRACE_SECONDS)
+            dead = self.dead(self._watched([(member, ref)]), GRACE_SECONDS)
             if dead:
-                raise self._died(next(m for m in self._members if m.death in dead), phase)
+                raise self._died(dead[0], phase)
         raise self.error(member, failure)
 
     def error(self, member: Member, failure: Failure) -> MilepostError:
@@ -172,8 +221,10 @@ class Crew:
     def _died(self, member: Member, phase: str) -> MilepostError:
         identity = self._identities.get(member.name)
         which = f" (process {identity.pid})" if identity is not None else ""
-        lines = [f"{member.name}{which} died in phase {phase!r}{self._cause(member)}", *self._account(dead=member)]
-        return WorkerLostError("\n".join([*lines, shown_tail(member.log)]))
+        head = f"{member.name}{which} died in phase {phase!r}{self._cause(member)}"
+        if member.replaceable:
+            return MemberLostError(f"{head}\n{shown_tail(member.log)}", member)
+        return WorkerLostError("\n".join([head, *self._account(dead=member), shown_tail(member.log)]))
 
     def stalled(self, member: Member, phase: str) -> MilepostError:
         """Return the error that says that a process got nowhere in `phase` within the time limit."""

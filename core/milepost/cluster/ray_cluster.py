@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from milepost.errors import ConfigError, Problem, RunError
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 HEAD_LOG = "ray.log"
+START_TRIES = 3
 STOP_SECONDS = 30.0
 """How long a cluster that was started here may take to end before it is killed."""
 _DASHBOARD_PARTS = ("aiohttp", "aiohttp_cors", "opencensus")
@@ -69,12 +70,23 @@ def _started(num_slots: int, run_dir: Path) -> Iterator[str]:
     """Start a cluster on this machine, in a session of its own, and end it afterwards; gives its address.
 
     As many CPUs as there are slots, whatever the machine has: ranks beyond the cores take turns, and Ray starts an idle
-    process for every CPU in advance.
+    process for every CPU in advance. Ray gives itself half a minute, which a busy machine may need more than once.
     """
     dashboard = all(find_spec(part) for part in _DASHBOARD_PARTS)
     settings = {**QUIET, "num_cpus": num_slots, "include_dashboard": dashboard}
     log = log_folder(run_dir) / HEAD_LOG
     log.parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(START_TRIES):
+        with _head(settings, log) as address:
+            if address is not None:
+                yield address
+                return
+    raise RunError(f"no Ray cluster could be started here in {START_TRIES} tries\n{shown_tail(log)}")
+
+
+@contextmanager
+def _head(settings: Mapping[str, Any], log: Path) -> Iterator[str | None]:
+    """Run `milepost.cluster.ray_head`; gives the cluster's address, or None if it did not come up."""
     with log.open("a") as errors:
         head = subprocess.Popen(
             [sys.executable, "-m", "milepost.cluster.ray_head", json.dumps(settings)],
@@ -87,14 +99,13 @@ def _started(num_slots: int, run_dir: Path) -> Iterator[str]:
     assert head.stdin is not None and head.stdout is not None, "both were asked for"
     try:
         line = head.stdout.readline()
-        if not line:
-            raise RunError(f"no Ray cluster could be started here (exit {head.wait()})\n{shown_tail(log)}")
-        yield json.loads(line)["address"]
+        yield json.loads(line)["address"] if line else None
     finally:
         head.stdin.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             head.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(head.pid, signal.SIGKILL)
+        if head.poll() != 0:
+            with suppress(ProcessLookupError):
+                os.killpg(head.pid, signal.SIGKILL)  # itself, or what it has left behind
             head.wait()
         head.stdout.close()

@@ -5,10 +5,11 @@ A cluster is joined if RAY_ADDRESS names one, and started on this machine otherw
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import click
 import torch
 
 from milepost.cluster.building import threads_per_process
@@ -25,7 +26,10 @@ from milepost.cluster.trainer_group import TrainerGroup
 from milepost.components import Transport
 from milepost.config.plan import Plan
 from milepost.tokenizer import Tokenizer
-from milepost.weights.transport import PushReport
+from milepost.training.trainer import Part
+from milepost.weights.transport import EngineInfo
+
+WEIGHTS: tuple[Part, ...] = ("weights",)
 
 
 @asynccontextmanager
@@ -48,7 +52,7 @@ async def ray_compute(plan: Plan, tokenizer: Tokenizer) -> AsyncIterator[Compute
             sglang = plan.config.engine.backend == "sglang"
             host, place = (_sglang_host(), slots.server) if sglang else (EngineHost, slots.engine)
             engines = [
-                crew.add(host, f"engine-{index}", threads, place(index))
+                crew.add(host, f"engine-{index}", threads, place(index), replaceable=not sglang)
                 for index in range(plan.config.engine.num_engines or 1)
             ]
             crew.identify()
@@ -64,18 +68,31 @@ async def ray_compute(plan: Plan, tokenizer: Tokenizer) -> AsyncIterator[Compute
                     yield Compute(trainer, pool, push_all, trainer.memory)
                 trainer.close()
                 return
-            engine = EngineGroup(crew, engines, settings.stall_timeout)
-            infos = engine.build(message)
+            engine = EngineGroup(
+                crew,
+                engines,
+                message,
+                stall_timeout=settings.stall_timeout,
+                tell=lambda text: click.echo(text, err=True),
+            )
+            engine.build()
             transport: Transport = plan.transport.build()
-            address = replace(transport.open(trainer.world, infos), verify=plan.config.transport.verify)
-            trainer.open_senders(address)
 
-            def push(version: int) -> PushReport:
-                report = trainer.push(version)
-                engine.refresh_version()
-                return report
+            def connect(infos: Sequence[EngineInfo]) -> None:
+                trainer.open_senders(replace(transport.open(trainer.world, infos), verify=plan.config.transport.verify))
 
-            yield Compute(trainer, engine, push, trainer.memory)
+            def refill(version: int, index: int) -> None:
+                if not (plan.colocated and plan.config.trainer.offload):
+                    trainer.push(version, [index])
+                    return
+                trainer.onload("actor", WEIGHTS)
+                try:
+                    trainer.push(version, [index])
+                finally:
+                    trainer.offload("actor", WEIGHTS)
+
+            engine.connect(connect, trainer.push, refill)
+            yield Compute(trainer, engine, engine.push, trainer.memory)
             await engine.stop()
             trainer.close()
         finally:
