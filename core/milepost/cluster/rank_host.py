@@ -111,13 +111,7 @@ class RankHost(Host):
 
     def offload(self, role: Role, parts: Collection[Part]) -> Outcome:
         """Move parts of a role to host memory."""
-
-        def offload() -> None:
-            self._trainer.offload(role, parts)
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # an engine is waiting for the memory
-
-        return self.run(f"offload {role}", offload)
+        return self.run(f"offload {role}", lambda: self._trainer.offload(role, parts))
 
     def onload(self, role: Role, parts: Collection[Part]) -> Outcome:
         """Bring parts of a role back to the device."""

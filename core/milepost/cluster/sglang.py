@@ -26,7 +26,8 @@ from milepost.training.trainer import Part, Role, Trainer
 from milepost.weights.transport import EngineInfo, PushReport, Sender
 
 WEIGHTS: tuple[Part, ...] = ("weights",)
-EVERYTHING: tuple[Part, ...] = ("weights", "gradients", "optimizer")
+TRAINING_STATE: tuple[Part, ...] = ("gradients", "optimizer")
+EVERYTHING = WEIGHTS + TRAINING_STATE
 ALL_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache", "graphs")
 
 PROGRESS_SECONDS = 15.0
@@ -116,7 +117,8 @@ def _aside(plan: Plan, trainer: Trainer) -> Iterator[None]:
         yield
         return
     for role in roles:
-        trainer.offload(role, EVERYTHING)
+        trainer.offload(role, TRAINING_STATE)
+        trainer.offload(role, WEIGHTS)
     yield
     for role in roles:
         trainer.onload(role, EVERYTHING)

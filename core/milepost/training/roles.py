@@ -71,6 +71,8 @@ class TrainedRole:
         for part in self._on_device & set(parts):
             self.optimizer.move(part, torch.device("cpu"))
             self._on_device.discard(part)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what the allocator keeps, nobody else can take
 
     def onload(self, parts: Collection[Part]) -> None:
         """Bring parts back to the device."""
