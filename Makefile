@@ -13,6 +13,9 @@ PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
 # Where the CPU build of torch is looked for when the configured package index has none.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# How much `make robustness` does.
+KILLS ?= 20
+BAD_CONFIGS ?= 200
 # The first Python that is new enough; `make PYTHON=/path/to/python3` picks another.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
@@ -24,7 +27,7 @@ TEST_EXTRAS := torch,data,ray,megatron,wandb,tensorboard
 CHECKED := core plugins tests examples scripts docs benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test check format bench-trl docs clean
+.PHONY: help quickstart test check format bench-trl robustness docs clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -47,6 +50,11 @@ format: $(VENV)/.dev  ## format the code and sort its imports
 
 bench-trl: $(VENV)/.quickstart $(TRL_VENV)/.ready  ## milepost beside TRL on the CPU, in turn: samples per second and their ratio
 	$(BIN)/python benchmarks/beside_trl/run.py --trl-python $(TRL_VENV)/bin/python $(ARGS)
+
+robustness: $(VENV)/.dev  ## kill a run and resume it, bad configs, rewards that misbehave (KILLS=20, BAD_CONFIGS=200)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/robustness/kills.py --kills $(KILLS) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/robustness/configs.py --count $(BAD_CONFIGS) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/robustness/rewards.py
 
 docs: $(VENV)/.dev  ## write docs/configuration.md anew from the run config's schema
 	$(BIN)/python docs/generate.py
