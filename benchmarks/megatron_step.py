@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from milepost.config.plan import Choice, Plan
 from milepost.config.schema import RunConfig
 from milepost.functional.aggregation import token_weights
 from milepost.training.inputs import PolicyInputs, TokenLoss
-from milepost.training.kernels import Kernels, only
+from milepost.training.kernels import only
 from milepost.training.megatron import parallel
 from milepost.training.megatron.trainer import MegatronTrainer
 from milepost.training.schedule import StepSchedule, make_schedule
@@ -172,25 +171,12 @@ def bare_step(trainer: MegatronTrainer, step: StepSchedule, batch: Batch) -> Cal
     return run
 
 
-def kernel_names(text: str) -> tuple[str, ...]:
-    """Read which kernels a row uses."""
-    known = tuple(field.name for field in fields(Kernels))
-    if text == "none":
-        return ()
-    if text.startswith("all"):
-        dropped = text.removeprefix("all").split("-")[1:]
-        if set(dropped) - set(known):
-            raise SystemExit(f"--kernels {text}: there are {', '.join(known)}")
-        return tuple(name for name in known if name not in dropped)
-    return tuple(text.split("+"))
-
-
 @contextmanager
 def used(text: str) -> Iterator[None]:
     """Use the kernels that a row names."""
     names, _, attention = text.partition("@")
     with ExitStack() as stack:
-        stack.enter_context(only(*kernel_names(names)))
+        stack.enter_context(only(names))
         if attention == "cudnn":
             first = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
             stack.enter_context(sdpa_kernel(first, set_priority=True))
@@ -296,8 +282,11 @@ def main() -> None:
     arguments = parser.parse_args()
     config = {**COMMON, **CONFIGS[arguments.model]}
     for kernels in arguments.kernels:
-        with used(kernels):
-            pass  # an unknown name is told before anything is built
+        try:
+            with used(kernels):
+                pass
+        except ValueError as error:
+            parser.error(f"--kernels {error}")
     rows = []
     print(
         f"{'recompute':10} {'micro':>6} {'seconds':>8} {'MFU':>6} {'over bare':>9} {'peak GB':>8}  kernels", flush=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from typing import Any
@@ -10,7 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from milepost.training import kernels, streamed
-from milepost.training.kernels import KERNELS, add_product, fused, has_accumulating_product, only, rms_norm
+from milepost.training.kernels import (
+    KERNELS,
+    add_product,
+    fused,
+    has_accumulating_product,
+    kernel_names,
+    only,
+    rms_norm,
+)
 from milepost.training.logprobs import HeadSettings, token_log_probs
 from torch import Tensor
 
@@ -84,12 +93,27 @@ def test_a_product_is_added_in_the_totals_precision() -> None:
     assert not has_accumulating_product(CPU)
 
 
-def test_only_some_kernels_for_a_while() -> None:
-    with only("head"):
-        assert (KERNELS.head, KERNELS.norms, KERNELS.accumulation, KERNELS.grouped) == (True, False, False, False)
-    assert KERNELS.norms
-    with pytest.raises(ValueError, match="'nrom' is no kernel; there are head, norms"), only("nrom"):
-        pass
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("all", ("head", "norms", "accumulation", "grouped")),
+        ("none", ()),
+        ("all-head-norms", ("accumulation", "grouped")),
+        ("norms+grouped", ("norms", "grouped")),
+    ],
+)
+def test_kernels_by_name(text: str, names: tuple[str, ...]) -> None:
+    assert kernel_names(text) == names
+    before = dataclasses.asdict(KERNELS)
+    with only(text):
+        assert {name for name, used in dataclasses.asdict(KERNELS).items() if used} == set(names)
+    assert dataclasses.asdict(KERNELS) == before
+
+
+@pytest.mark.parametrize("text", ["nrom", "all-nrom", "norms+nrom"])
+def test_a_kernel_there_is_none_of(text: str) -> None:
+    with pytest.raises(ValueError, match="there is no kernel 'nrom', but head, norms"):
+        kernel_names(text)
 
 
 def test_what_cannot_be_compiled_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:

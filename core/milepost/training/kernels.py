@@ -2,20 +2,24 @@
 
 Each is plain torch, written out here and compiled on first use, or one call of torch's that writes what two would. A
 compiled one that this machine cannot compile, and a call that this torch does not have, is replaced by the plain
-operations, with a warning. All are on; `benchmarks/megatron_step.py` turns them off one by one to show what they save.
+operations, with a warning. All are on unless the environment variable MILEPOST_KERNELS names those that are to be
+(`none`, `all-head`, `norms+grouped`); `benchmarks/megatron_step.py` turns them off to show what they save.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from milepost.errors import ConfigError, Problem
 
 T = TypeVar("T")
 
@@ -34,25 +38,48 @@ class Kernels:
     """Variable-length attention reads each key and value head once, in place of a copy for each of its query heads."""
 
 
-KERNELS = Kernels()
+def kernel_names(text: str) -> tuple[str, ...]:
+    """Read which kernels are meant: `all`, `none`, names with `+` between them, `all-NAME` for all but some.
+
+    Raises ValueError for a name there is none of.
+    """
+    known = tuple(field.name for field in fields(Kernels))
+    base, *dropped = text.split("-")
+    given = known if base == "all" else () if base == "none" else tuple(base.split("+"))
+    for name in (*given, *dropped):
+        if name not in known:
+            raise ValueError(f"{text!r}: there is no kernel {name!r}, but {', '.join(known)}; or all, or none")
+    return tuple(name for name in given if name not in dropped)
+
+
+def _chosen(text: str) -> Kernels:
+    names = kernel_names(text)
+    return Kernels(**{field.name: field.name in names for field in fields(Kernels)})
+
+
+def _from_environment() -> Kernels:
+    try:
+        return _chosen(os.environ.get("MILEPOST_KERNELS", "all"))
+    except ValueError as error:
+        raise ConfigError([Problem("MILEPOST_KERNELS", str(error))]) from error
+
+
+KERNELS = _from_environment()
 """What this process uses."""
 
 
 @contextmanager
-def only(*names: str) -> Iterator[None]:
-    """Use these alone for a while. Raises ValueError for a name there is none of."""
-    known = [field.name for field in fields(Kernels)]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{name!r} is no kernel; there are {', '.join(known)}")
-    before = {name: getattr(KERNELS, name) for name in known}
-    for name in known:
-        setattr(KERNELS, name, name in names)
+def only(text: str) -> Iterator[None]:
+    """Use these kernels alone for a while, named as `kernel_names` reads them."""
+    before = replace(KERNELS)
+    wanted = _chosen(text)
+    for field in fields(Kernels):
+        setattr(KERNELS, field.name, getattr(wanted, field.name))
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(KERNELS, name, value)
+        for field in fields(Kernels):
+            setattr(KERNELS, field.name, getattr(before, field.name))
 
 
 def fused(function: Callable[..., T]) -> Callable[..., T]:
