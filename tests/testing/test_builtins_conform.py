@@ -37,7 +37,8 @@ def test_the_list_is_not_empty() -> None:
 
 @pytest.mark.parametrize("item", COMPONENTS, ids=lambda item: f"{item.kind}-{item.name}")
 def test_a_builtin_keeps_every_promise(item: Provided) -> None:
-    report = check_component(item, Settings(options=OPTIONS.get(item.name, {})))
+    # what takes a second of a core may take longer beside other tests
+    report = check_component(item, Settings(options=OPTIONS.get(item.name, {}), timeout=120.0))
     assert [str(finding) for finding in report.findings] == []
 
 

@@ -32,6 +32,8 @@ class Settings:
     """Label of a reward's samples; None for the kit's own."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Metadata of a reward's samples."""
+    timeout: float | None = None
+    """Seconds that one score of a reward may take; None for the kit's own limit."""
     config: Path | None = None
     """`config.json` that a model recipe is tried on."""
 
@@ -67,7 +69,8 @@ def _run(kind: Kind, component: Any, settings: Settings) -> list[Finding]:
     options = settings.options or None
     more: dict[str, Any] = {}
     if kind == "reward":
-        more = {"metadata": settings.metadata} | ({} if settings.label is None else {"label": settings.label})
+        given = {"label": settings.label, "timeout": settings.timeout}
+        more = {"metadata": settings.metadata, **{name: value for name, value in given.items() if value is not None}}
     elif kind == "model":
         more = {"config": settings.config}
     checks: dict[Kind, Callable[..., list[Finding]]] = {
