@@ -51,6 +51,22 @@ def test_metrics_become_lines_with_the_catalogues_words(tmp_path: Path) -> None:
     assert accuracy["metrics"][0]["meaning"] == "Mean reward on the held-out set toy, over all of its samples."
 
 
+def test_the_memory_behind_all_phases_is_one_chart(tmp_path: Path) -> None:
+    lines = [
+        line("perf", 0, perf__memory_generate=100.0, perf__memory_sleep=3.0, perf__memory_actor=90.0),
+        line("perf", 1, perf__memory_generate=101.0, perf__memory_sleep=3.5, perf__memory_actor=95.0),
+    ]
+    chart = charts(write_run(tmp_path / "a", lines))["perf/memory_…"]
+    assert [(one["label"], one["y"]) for one in chart["lines"]] == [
+        ("generate", [100.0, 101.0]),
+        ("sleep", [3.0, 3.5]),
+        ("actor", [90.0, 95.0]),
+    ]
+    assert chart["unit"] == "gigabytes"
+    (meaning,) = {metric["meaning"] for metric in chart["metrics"]}  # shown once
+    assert "at the end of a phase (generate, sleep, actor" in meaning
+
+
 def test_what_never_changes_is_listed_and_not_drawn(tmp_path: Path) -> None:
     (rollouts,) = [part for part in sections(read_runs([small_run(tmp_path / "a")])) if part["key"] == "rollout"]
     assert [(one["name"], one["value"]) for one in rollouts["constant"]] == [("rollout/truncated", 0.0)]

@@ -30,6 +30,7 @@ TOGETHER = (
     ("rollout/response_len", "rollout/response_len_max"),
     ("train/ratio_max", "train/ratio_min"),
     ("critic/values", "critic/returns"),
+    tuple(f"perf/memory_{p}" for p in ("generate", "sleep", "critic", "actor", "offload", "wake", "push", "serve")),
 )
 """Metrics that a report of one run draws in one chart."""
 
@@ -43,6 +44,8 @@ TIMING = {
 }
 """Parts of an iteration, in their order, to the metrics that hold their seconds."""
 WHOLE = "perf/iteration_time"
+MEMORY = "perf/memory_"
+"""Metric prefix of the memory behind each phase."""
 STEPS = ("train", "critic")
 """Sections counted by optimizer step."""
 
@@ -186,11 +189,15 @@ def _shared_title(metrics: Sequence[str]) -> str:
     if _of_set(metrics[0]):
         name, kind = metrics[0].removeprefix("eval/").rsplit("/", 1)
         return f"eval/{name}/pass@k" if kind.startswith("pass@") else f"eval/…/{kind}"
+    if metrics[0].startswith(MEMORY):
+        return f"{MEMORY}…"
     return " and ".join([metrics[0], *(metric.partition("/")[2] for metric in metrics[1:])])
 
 
 def _label(metric: str, metrics: Sequence[str]) -> str:
     """Return what tells a metric from the others of its chart."""
+    if metric.startswith(MEMORY):
+        return metric.removeprefix(MEMORY)
     name = metric.partition("/")[2]
     if not _of_set(metric):
         return name
@@ -203,6 +210,8 @@ def _meaning(metric: str) -> str:
     entry = describe(metric)
     if entry is None:
         return ""
+    if metric.startswith(MEMORY):
+        return entry.meaning.replace("NAME: ", "")
     # The catalogue's NAME is the set's, or that of a further score.
     name = metric.rsplit("/", 1)[0].partition("/")[2] if _of_set(metric) else metric.rpartition("/")[2]
     return entry.meaning.replace("NAME", name)

@@ -103,7 +103,7 @@ CATALOGUE: dict[str, Entry] = {
     "perf/push_time": Entry("Pushing the weights, from the call to the last engine's commit.", "seconds"),
     "perf/serve_time": Entry("The actor's weights leaving, KV cache and graphs coming back.", "seconds"),
     "perf/memory_NAME": Entry(
-        "Memory in use at the end of the phase NAME (generate, sleep, actor and so on) on the fullest device: of a GPU "
+        "Memory in use at the end of a phase (NAME: generate, sleep, actor and so on) on the fullest device: of a GPU "
         "by all processes, engines included; without GPUs by one rank's process (its resident set).",
         "gigabytes",
     ),
