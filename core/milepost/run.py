@@ -327,6 +327,8 @@ class Run:
     def evaluation_is_due(self, index: int) -> bool:
         """Whether held-out sets are to be evaluated after rollout `index` (-1: before the first)."""
         settings = self.plan.config.eval
+        if not self.held_out:
+            return False
         if index == -1:
             return settings.before
         last = index == self.plan.num_rollouts - 1

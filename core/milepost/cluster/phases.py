@@ -48,7 +48,7 @@ _COLOCATED: dict[Phase, frozenset[Phase]] = {
     Phase.OFFLOAD: frozenset({Phase.WAKE}),
     Phase.WAKE: frozenset({Phase.PUSH}),
     Phase.PUSH: frozenset({Phase.SERVE}),
-    Phase.SERVE: frozenset({Phase.EVALUATE, Phase.GENERATE}),
+    Phase.SERVE: frozenset({Phase.EVALUATE, Phase.GENERATE, Phase.SAVE}),
     Phase.EVALUATE: frozenset({Phase.GENERATE, Phase.SAVE}),
 }
 _APART: dict[Phase, frozenset[Phase]] = {
@@ -57,7 +57,7 @@ _APART: dict[Phase, frozenset[Phase]] = {
     Phase.CRITIC: frozenset({Phase.ACTOR, Phase.SAVE, Phase.PUSH}),
     Phase.ACTOR: frozenset({Phase.SAVE, Phase.PUSH}),
     Phase.SAVE: frozenset({Phase.PUSH, Phase.SAVE}),
-    Phase.PUSH: frozenset({Phase.EVALUATE, Phase.GENERATE}),
+    Phase.PUSH: frozenset({Phase.EVALUATE, Phase.GENERATE, Phase.SAVE}),
     Phase.EVALUATE: frozenset({Phase.GENERATE, Phase.SAVE}),
 }
 """Engines on devices of their own: nobody makes room for anybody."""
