@@ -35,7 +35,7 @@ def send(served: Served, weights: Tensors, verify: bool = True) -> int:
     if verify:
         specs = [replace(spec, digest=digest(tensor)) for spec, (_, tensor) in zip(specs, weights.named, strict=True)]
     served.engine.fence()
-    receiver = HttpReceiver(served.engine.endpoint)
+    receiver = HttpReceiver(served.engine.endpoint, torch.device("cpu"))
     receiver.prepare(Manifest(version, tuple(specs)))
     third = -(-len(weights.named) // 3)
     for start in range(0, len(weights.named), third):
@@ -295,7 +295,7 @@ def test_pushed_weights_are_what_generates(ready: Served, model: Any, verify: bo
 def refuse(served: Served, weights: Tensors, message: str, **manifest: Any) -> None:
     """A push that must be refused, leave the server up and fenced, and be repaired by a whole one."""
     specs = [replace(spec, **manifest.get(spec.name, {})) for spec in weights.specs()]
-    receiver = HttpReceiver(served.engine.endpoint)
+    receiver = HttpReceiver(served.engine.endpoint, torch.device("cpu"))
     served.engine.fence()
     with pytest.raises(TransportError, match=message):
         receiver.prepare(Manifest(77, tuple(specs)))
@@ -331,7 +331,7 @@ def test_a_push_of_other_tensors_is_refused_by_name(ready: Served, model: Any) -
 
 def test_a_push_that_lacks_a_tensor_is_not_committed(ready: Served, model: Any) -> None:
     whole = weights_of(model)
-    receiver = HttpReceiver(ready.engine.endpoint)
+    receiver = HttpReceiver(ready.engine.endpoint, torch.device("cpu"))
     ready.engine.fence()
     receiver.prepare(Manifest(78, tuple(whole.specs())))
     receiver.receive(whole.named[:-1])
@@ -346,7 +346,7 @@ def test_verification_reads_what_stands_in_the_engine(ready: Served, model: Any)
     # The second tensor goes where the first went: its bytes arrived, and are not there at the commit.
     whole = weights_of(model)
     name, tensor = next((n, t) for n, t in whole.named if n.endswith("layers.0.mlp.gate_proj.weight"))
-    receiver = HttpReceiver(ready.engine.endpoint)
+    receiver = HttpReceiver(ready.engine.endpoint, torch.device("cpu"))
     specs = [replace(spec, digest=digest(t)) for spec, (_, t) in zip(whole.specs(), whole.named, strict=True)]
     receiver.prepare(Manifest(79, tuple(specs)))
     receiver.receive(whole.named)
@@ -383,3 +383,39 @@ def test_the_ipc_transport_reaches_a_server(ready: Served, model: Any) -> None:
     gpus = World((RankInfo(0, device="GPU-1"),))
     with pytest.raises(TransportError, match="shares no device with a trainer rank"):
         transport.open(gpus, [EngineInfo(0, ready.engine.endpoint, ("GPU-2",))])
+
+
+def test_megatron_core_stays_out_of_a_server(served: Served) -> None:
+    """It would take the memory saver's mode away from CUDA graphs; it says so when it is imported."""
+    assert "Megatron" not in served.server.log_path.read_text()
+
+
+def test_a_broadcast_reaches_a_server(ready: Served) -> None:
+    import milepost
+
+    moved = hf_model(ready.model_path)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.mul_(1.05)
+    transport = milepost.resolve("transport", "broadcast", {"bucket_mb": 1, "timeout": 100})
+    address = transport.open(World((RankInfo(0),)), [EngineInfo(0, ready.engine.endpoint)])
+    address = replace(address, verify=True, details={**address.details, "bucket_bytes": 40000})
+    sender = transport.sender(address, rank=0)
+    weights = weights_of(moved)
+    for _ in range(2):  # the second through the group of the first
+        version = next(VERSIONS)
+        ready.engine.fence()
+        report = sender.push(version, weights)
+        assert report.num_bytes == sum(4 * tensor.numel() for _, tensor in weights.named)
+        ready.engine.committed(version)
+    [sample] = ask(ready)
+    expected = log_probs_of(moved, sample.tokens.tolist(), 1.0)[torch.tensor(sample.trainable)]
+    np.testing.assert_allclose(sample.log_probs[sample.trainable], expected, rtol=0, atol=2e-5)
+    # A refusal leaves the server up and fenced, and the next push makes it good.
+    name, tensor = weights.named[-1]
+    ready.engine.fence()
+    with pytest.raises(TransportError, match="no place for tensor 'nowhere'"):
+        sender.push(next(VERSIONS), Tensors([*weights.named, ("nowhere", tensor)]))
+    with urllib.request.urlopen(ready.engine.endpoint + "/model_info") as answer:
+        assert json.load(answer)["weight_version"] == "fenced"
+    assert sender.push(next(VERSIONS), weights).engines == (0,)

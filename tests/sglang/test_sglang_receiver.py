@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from milepost.rollout.sglang import receiver
+from milepost.weights import sglang as wire
 from milepost.weights.sglang import (
     ACCEPTED,
     ALIGNMENT,
@@ -76,7 +77,7 @@ class Wire:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.buffer = Buffer()
+        self.buffer = Buffer(torch.device("cpu"))
 
     def act(self, header: dict[str, Any]) -> str | None:
         """Do an act; return the refusal, if any."""
@@ -114,11 +115,18 @@ def check(model: Fused, named: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def test_tensors_lie_aligned_behind_the_verdict() -> None:
-    buffer = Buffer(tensor_parallel=2)
+    buffer = Buffer(torch.device("cpu"), tensor_parallel=2)
     slots = buffer.pack([("a", torch.arange(3.0)), ("b", torch.arange(5, dtype=torch.int64)), ("c", torch.ones(1))])
     assert [slot.start for slot in slots] == [2 * VERDICT_BYTES + i * ALIGNMENT for i in range(3)]
-    assert buffer._memory is not None
     assert slots[1].view(buffer._memory).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_every_act_of_a_push_travels_in_memory_of_the_engines_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_serialize", lambda header, memory: memory.device.type)
+    buffer = Buffer(torch.device("meta"))
+    assert buffer.packets({"act": "prepare"}) == ["meta"]
+    buffer.pack([("a", torch.zeros(3, device="meta"))])
+    assert buffer.packets({"act": "load"}) == ["meta"]
 
 
 def test_verdicts_and_manifests_survive_the_wire() -> None:

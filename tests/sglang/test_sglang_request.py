@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 from milepost.errors import EngineGone, TransportError
 from milepost.weights.sglang import HttpReceiver, request
 from milepost.weights.transport import Manifest
@@ -40,7 +41,7 @@ def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(EngineGone, match=rf"{endpoint} did not answer /update_weights_from_tensor") as caught:
-        HttpReceiver(endpoint).prepare(Manifest(1, ()))
+        HttpReceiver(endpoint, torch.device("cpu")).prepare(Manifest(1, ()))
     assert caught.value.endpoint == endpoint
 
 

@@ -70,9 +70,11 @@ class Buffer:
     `expandable_segments`: neither can be opened by another process.
     """
 
-    def __init__(self, tensor_parallel: int = 1) -> None:
+    def __init__(self, device: torch.device, tensor_parallel: int = 1) -> None:
         self._verdicts = tensor_parallel * VERDICT_BYTES
-        self._memory: Tensor | None = None
+        # On the engine's own device from the first act on: memory of another would reach it as a copy, and its verdict
+        # would never come back.
+        self._memory = torch.zeros(self._verdicts, dtype=torch.uint8, device=device)
 
     def pack(self, tensors: Sequence[tuple[str, Tensor]]) -> list[Slot]:
         """Copy tensors in; return where they lie."""
@@ -82,7 +84,7 @@ class Buffer:
             slot = Slot(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), end)
             slots.append(slot)
             end += -(-slot.num_bytes // ALIGNMENT) * ALIGNMENT
-        memory = self._reserve(end, tensors[0][1].device if tensors else None)
+        memory = self._reserve(end)
         for slot, (_, tensor) in zip(slots, tensors, strict=True):
             slot.view(memory).copy_(tensor)
         if memory.is_cuda:
@@ -91,7 +93,7 @@ class Buffer:
 
     def packets(self, header: Mapping[str, Any]) -> list[str]:
         """Clear the verdicts; return for each rank of the engine what it is to be sent: base64 text."""
-        memory = self._reserve(self._verdicts, None)
+        memory = self._memory
         memory[: self._verdicts] = PENDING
         ranks = range(self._verdicts // VERDICT_BYTES)
         if memory.is_cuda:
@@ -100,19 +102,16 @@ class Buffer:
 
     def check(self, endpoint: str) -> None:
         """Read the verdicts. Raises TransportError with the message of the first rank that refused."""
-        memory = self._reserve(self._verdicts, None)
+        memory = self._memory
         for rank in range(self._verdicts // VERDICT_BYTES):
             status, message = read_verdict(memory[rank * VERDICT_BYTES :][:VERDICT_BYTES])
             if status != ACCEPTED:
                 raise TransportError(f"the engine at {endpoint} refused: {message or 'it gave no answer'}")
 
-    def _reserve(self, num_bytes: int, device: torch.device | None) -> Tensor:
-        memory = self._memory
-        moves = memory is not None and device is not None and memory.device != device
-        if memory is None or moves or len(memory) < num_bytes:
-            where = device or (torch.device("cpu") if memory is None else memory.device)
-            self._memory = memory = torch.zeros(num_bytes, dtype=torch.uint8, device=where)
-        return memory
+    def _reserve(self, num_bytes: int) -> Tensor:
+        if len(self._memory) < num_bytes:
+            self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self._memory.device)
+        return self._memory
 
 
 def write_verdict(area: Tensor, status: int, message: str = "") -> None:
@@ -175,11 +174,13 @@ class HttpReceiver:
     device, each of these makes its own packets (`load_packets`), and one of them posts all (`post`).
     """
 
-    def __init__(self, endpoint: str, *, tensor_parallel: int = 1, timeout: float = 600.0) -> None:
-        """`timeout` is how many seconds the server may take over one request."""
+    def __init__(
+        self, endpoint: str, device: torch.device, *, tensor_parallel: int = 1, timeout: float = 600.0
+    ) -> None:
+        """`device` is the one it shares with the engine; `timeout` how many seconds the server may take to answer."""
         self._endpoint = endpoint
         self._timeout = timeout
-        self._buffer = Buffer(tensor_parallel)
+        self._buffer = Buffer(device, tensor_parallel)
 
     def prepare(self, manifest: Manifest) -> None:
         """Fence the server and announce what is to come. Raises TransportError if it does not take a push."""

@@ -168,10 +168,10 @@ def _connect(info: EngineInfo, closing: ExitStack) -> Receiver:
     """Return the way to one engine, to be closed with `closing`."""
     if info.endpoint.startswith(PREFIX):
         return LocalReceiver(find_target(info.endpoint))
-    if info.endpoint.startswith(HTTP):
-        return HttpReceiver(info.endpoint, tensor_parallel=info.tensor_parallel)
-    _, path = parse_endpoint(info.endpoint)
     device = torch.device("cpu" if info.devices == ("cpu",) else "cuda")
+    if info.endpoint.startswith(HTTP):
+        return HttpReceiver(info.endpoint, device, tensor_parallel=info.tensor_parallel)
+    _, path = parse_endpoint(info.endpoint)
     receiver = SocketReceiver(path, device)
     closing.callback(receiver.close)
     return receiver

@@ -17,6 +17,10 @@ import time
 
 PARENT_CHECK_SECONDS = 1.0
 
+# SGLang imports Megatron-core where it is installed, for a debugging tool, and Megatron-core then sets the memory saver
+# to a mode in which CUDA graphs cannot give memory back: such a server dies while it starts.
+sys.modules["megatron"] = None  # type: ignore[assignment]
+
 
 def follow(parent: int) -> None:
     """Kill this process group as soon as `parent` is no longer its parent."""
