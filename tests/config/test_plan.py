@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from milepost.config.loading import load_config
 from milepost.config.plan import Plan, make_plan
+from milepost.config.refill import refill_bytes, refill_text
 from milepost.config.runnable import check_runnable
 from milepost.errors import ConfigError, PluginError
 
@@ -151,6 +152,26 @@ def test_engines_of_several_gpus_divide_them_among_themselves(project: Path) -> 
     assert (made.world_size, made.data_parallel, made.config.engine.num_engines) == (8, 2, 4)
 
 
+def test_several_servers_may_stand_beside_the_inline_launcher(project: Path) -> None:
+    assert plan("engine.backend=sglang", "engine.num_engines=2").config.engine.num_engines == 2
+
+
+@pytest.mark.parametrize(
+    ("sets", "needed"),
+    [
+        ((), 0),  # CPUs: nothing moves
+        (("cluster.colocate=false", "transport.name=toy_far", "cluster.gpus_per_node=2"), 0),
+        (("cluster.gpus_per_node=1", "trainer.offload=false"), 0),
+        # 1,000,000 parameters in bfloat16, and 2 GiB of buckets
+        (("cluster.gpus_per_node=1",), 2_000_000 + 2 * 2**30),
+    ],
+)
+def test_what_a_refill_in_mid_rollout_needs(project: Path, sets: tuple[str, ...], needed: int) -> None:
+    made = plan("engine.backend=sglang", "cluster.launcher=ray", *sets)
+    assert refill_bytes(made) == needed
+    assert ("at the next push" in refill_text(made)) == bool(needed)
+
+
 def test_ranks_on_cpus_are_counted_per_machine(project: Path) -> None:
     made = plan("cluster.launcher=ray", "cluster.cpu_ranks=2", "cluster.nodes=3", "engine.num_engines=2")
     assert (made.world_size, made.data_parallel, made.config.engine.num_engines) == (6, 6, 2)
@@ -251,6 +272,23 @@ def test_what_can_be_run_is_let_through(project: Path) -> None:
             "cluster.colocate",
             "none is left",
         ),
+        (
+            (*MEGATRON, "cluster.nodes=2", "engine.gpus_per_engine=3"),
+            "engine.gpus_per_engine",
+            "3 does not divide the 8 GPUs of a machine",
+        ),
+        (
+            (*MEGATRON, "cluster.nodes=2", "engine.gpus_per_engine=16"),
+            "engine.gpus_per_engine",
+            "16 does not divide the 8 GPUs of a machine",
+        ),
+        (
+            ("engine.backend=sglang", "engine.gpus_per_engine=2"),
+            "engine.gpus_per_engine",
+            "2, but cluster.gpus_per_node is 0",
+        ),
+        (("cluster.colocate=false", "transport.name=toy_far"), "cluster.colocate", "launcher inline has one device"),
+        (("engine.num_engines=2",), "engine.num_engines", "launcher inline runs one local engine"),
         (("plugins.require=[nobody-has-this]",), "plugins.require", "nobody-has-this is not installed"),
         (("plugins.require=['pydantic>=99']",), "plugins.require", "'pydantic>=99' is not met: pydantic 2."),
         (("plugins.require=['>=<']",), "plugins.require", "is not a requirement"),
