@@ -412,7 +412,7 @@ def test_a_broadcast_reaches_a_server(ready: Served) -> None:
     expected = log_probs_of(moved, sample.tokens.tolist(), 1.0)[torch.tensor(sample.trainable)]
     np.testing.assert_allclose(sample.log_probs[sample.trainable], expected, rtol=0, atol=2e-5)
     # A refusal leaves the server up and fenced, and the next push makes it good.
-    name, tensor = weights.named[-1]
+    _, tensor = weights.named[-1]
     ready.engine.fence()
     with pytest.raises(TransportError, match="no place for tensor 'nowhere'"):
         sender.push(next(VERSIONS), Tensors([*weights.named, ("nowhere", tensor)]))

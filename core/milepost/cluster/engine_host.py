@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import ray
+import ray.util
 import torch
 from numpy.typing import NDArray
 
@@ -99,8 +101,10 @@ class EngineHost(Host):
 
                 return asyncio.run_coroutine_threadsafe(call(), loop)
 
-            self._server = TargetServer(engine, submit)
-            endpoint = socket_endpoint(platform.node(), self._server.path)
+            # Apart from the trainer's devices, an engine may also be on another node than the ranks.
+            host = None if plan.colocated else ray.util.get_node_ip_address()
+            self._server = TargetServer(engine, submit, host=host, device=device)
+            endpoint = self._server.endpoint or socket_endpoint(platform.node(), self._server.path)
             return EngineInfo(index, endpoint, (_device_name(device),), node=platform.node())
 
         return await self._run("build engine", build())

@@ -170,8 +170,8 @@ def manifest_of(data: Mapping[str, Any]) -> Manifest:
 class HttpReceiver:
     """Implements `milepost.weights.transport.Receiver`: hands everything to the receiver inside the server.
 
-    One process serves all ranks of an engine here. Where each rank of an engine has a trainer rank of its own on its
-    device, each of these makes its own packets (`load_packets`), and one of them posts all (`post`).
+    One process serves all ranks of an engine here, which must share its device. Where they have devices of their own,
+    somebody on each has to make the packet for the rank there; `hand_over` is the place to bring these together.
     """
 
     def __init__(
@@ -184,27 +184,28 @@ class HttpReceiver:
 
     def prepare(self, manifest: Manifest) -> None:
         """Fence the server and announce what is to come. Raises TransportError if it does not take a push."""
-        packets = self._buffer.packets({"act": "prepare", "manifest": manifest_json(manifest)})
-        self.post(packets, version=FENCED)
-        self._buffer.check(self._endpoint)
+        self.hand_over(self._buffer.packets({"act": "prepare", "manifest": manifest_json(manifest)}), version=FENCED)
 
     def receive(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Have tensors taken in. Raises TransportError, and the server stays fenced, if one is refused."""
-        self.post(self.load_packets(tensors))
-        self._buffer.check(self._endpoint)
-
-    def load_packets(self, tensors: Sequence[tuple[str, Tensor]]) -> list[str]:
-        """Put tensors into the buffer; return what each rank of the engine is to be sent."""
         slots = self._buffer.pack(tensors)
-        return self._buffer.packets({"act": "load", "slots": [asdict(slot) for slot in slots]})
+        self.hand_over(self._buffer.packets({"act": "load", "slots": [asdict(slot) for slot in slots]}))
 
     def commit(self, version: int) -> None:
         """Have the server check that all is there, drop its cache, and serve the new version.
 
         Raises TransportError, and the server stays fenced, if something is missing or wrong.
         """
-        self.post(self._buffer.packets({"act": "commit", "version": version}))
+        self.hand_over(self._buffer.packets({"act": "commit", "version": version}))
+        self.serve(version)
+
+    def hand_over(self, packets: Sequence[str], version: str | None = None) -> None:
+        """Have one act done, and serve `version` from then on. Raises TransportError if the engine refuses it."""
+        self.post(packets, version)
         self._buffer.check(self._endpoint)
+
+    def serve(self, version: int) -> None:
+        """Let the server answer with the version, of which it holds the whole."""
         # What the cache holds was computed with the old weights.
         request(self._endpoint, "/flush_cache", {}, self._timeout)
         body = {"new_version": str(version), "abort_all_requests": False}

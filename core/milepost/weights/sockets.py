@@ -1,17 +1,23 @@
-"""The engine side of a push in another process of the same node: a Unix socket, and memory that both ends map.
+"""The engine side of a push in another process: a socket, and on the same node memory that both ends map.
 
 The socket carries small JSON messages only, nothing is ever unpickled; tensors lie in one piece of memory that the
 sender hands over once for each push, on the host as an open file without a name (gone when both processes are,
 however they end), on a GPU as a CUDA IPC handle. An engine of another process is reached as `unix://NODE/PATH`.
+
+Where trainer and engines have devices of their own, the socket is one of TCP (`tcp://HOST:PORT/TOKEN`), on the address
+of the private network alone, and nobody is heard who does not say the token first. Bytes then come through an intake
+(`milepost.weights.intake`).
 """
 
 from __future__ import annotations
 
 import array
 import base64
+import hmac
 import json
 import mmap
 import os
+import secrets
 import shutil
 import socket
 import struct
@@ -27,11 +33,15 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from milepost.errors import TransportError
+from milepost.errors import EngineGone, TransportError
+from milepost.weights.intake import Intakes, act
 from milepost.weights.local import LoadTarget, LocalReceiver
 from milepost.weights.transport import Manifest, TensorSpec
 
 SCHEME = "unix://"
+TCP = "tcp://"
+HELLO_SECONDS = 5.0
+"""How long whoever connects over TCP may take to say the token."""
 ALIGNMENT = 256
 """Tensors begin at multiples of this many bytes."""
 _LARGEST_MESSAGE = 2**30
@@ -131,28 +141,38 @@ def place_tensors(tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[Place], i
 
 
 class SocketReceiver:
-    """Sender's end: implements `milepost.weights.transport.Receiver` for an engine of another process of this node.
+    """Sender's end: implements `milepost.weights.transport.Receiver` for an engine of another process.
 
     Args:
-        path: the engine's socket.
+        address: the engine's socket: its path, or host and port.
         device: where shared memory is taken: the GPU that sender and engine share, or the CPU.
+        token: what the engine wants to hear first where its socket is one of TCP.
+        timeout: seconds that an answer may take; None for any time.
     """
 
-    def __init__(self, path: Path, device: torch.device) -> None:
+    def __init__(
+        self, address: Path | tuple[str, int], device: torch.device, *, token: str = "", timeout: float | None = None
+    ) -> None:
         self._device = device
-        self._path = path
         self._memory: SharedMemory | None = None
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._name = str(address) if isinstance(address, Path) else f"{TCP}{address[0]}:{address[1]}"
+        self._endpoint = f"{self._name}/{token}" if token else self._name
+        self._socket = socket.socket(
+            socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET, socket.SOCK_STREAM
+        )
+        self._socket.settimeout(timeout)
         try:
-            self._socket.connect(str(path))
+            self._socket.connect(str(address) if isinstance(address, Path) else address)
         except OSError as error:
             self._socket.close()
-            raise TransportError(f"no engine answers at {path}: {error}") from error
+            raise EngineGone(self._endpoint, f"no engine answers at {self._name}: {error}") from error
+        if token:
+            self.ask({"op": "hello", "token": token})
 
     def prepare(self, manifest: Manifest) -> None:
         """Fence the engine and expect these tensors."""
         tensors = [asdict(spec) for spec in manifest.tensors]
-        self._ask({"op": "prepare", "version": manifest.version, "tensors": tensors})
+        self.ask({"op": "prepare", "version": manifest.version, "tensors": tensors})
 
     def receive(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Copy tensors into the shared memory and let the engine take them from there."""
@@ -161,16 +181,16 @@ class SocketReceiver:
             if self._memory is not None:
                 self._memory.close()
             self._memory = SharedMemory.allocate(num_bytes, self._device)
-            self._ask(*self._memory.handle())
+            self.ask(*self._memory.handle())
         for place, (_, tensor) in zip(places, tensors, strict=True):
             self._memory.view(place).copy_(tensor)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._ask({"op": "receive", "tensors": places})
+        self.ask({"op": "receive", "tensors": places})
 
     def commit(self, version: int) -> None:
         """Serve the new version. Raises TransportError, and the engine stays fenced, unless every tensor arrived."""
-        self._ask({"op": "commit", "version": version})
+        self.ask({"op": "commit", "version": version})
 
     def close(self) -> None:
         """Hang up and free the memory; an engine that has not committed stays fenced."""
@@ -178,31 +198,58 @@ class SocketReceiver:
         if self._memory is not None:
             self._memory.close()
 
-    def _ask(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+    def ask(self, message: Message, descriptors: Sequence[int] = ()) -> Message:
+        """Send a message and return the answer. Raises TransportError if it is an error, EngineGone if none comes."""
         try:
             _send(self._socket, message, descriptors)
             answer, _ = _receive(self._socket)
         except OSError as error:
-            raise TransportError(f"the engine at {self._path} went away during the push: {error}") from error
+            self._socket.close()  # a late answer would be taken for the next one's
+            raise EngineGone(
+                self._endpoint, f"the engine at {self._name} went away during the push: {error}"
+            ) from error
         if "error" in answer:
             raise TransportError(answer["error"])
+        return answer
 
 
 class TargetServer:
-    """Engine's end: lets senders of this node push into an engine of this process, one at a time.
+    """Engine's end: lets senders push into an engine of this process, one at a time.
 
-    The socket lies in a folder that only this user may enter. Everything the engine is asked runs where its other
-    calls run: `submit(function)` gives it there and returns a future.
+    The socket lies in a folder that only this user may enter; with a `host`, it is one of TCP on that address, and asks
+    for a token. Everything the engine is asked runs where its other calls run: `submit(function)` gives it there and
+    returns a future. Bytes are waited for elsewhere.
+
+    Args:
+        target: the engine.
+        submit: runs a function where the engine's calls run.
+        host: address to listen on; by default a Unix socket.
+        device: where bytes from a network are taken in; the engine's.
     """
 
-    def __init__(self, target: LoadTarget, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
+    def __init__(
+        self,
+        target: LoadTarget,
+        submit: Callable[[Callable[[], None]], Future[None]],
+        *,
+        host: str | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self._receiver = LocalReceiver(target)
         self._submit = submit
+        self._intakes = Intakes(device or torch.device("cpu"))
+        self._token = secrets.token_hex(16)
         self._folder = Path(tempfile.mkdtemp(prefix="milepost-engine-"))
         self.path = self._folder / "push.sock"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(str(self.path))
-        self._socket.listen()
+        self.endpoint: str | None = None
+        """`tcp://HOST:PORT/TOKEN` where it listens on a host."""
+        if host is None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.bind(str(self.path))
+            self._socket.listen()
+        else:
+            self._socket = socket.create_server((host, 0))
+            self.endpoint = f"{TCP}{host}:{self._socket.getsockname()[1]}/{self._token}"
         self._thread = threading.Thread(target=self._serve, name="push server", daemon=True)
         self._thread.start()
 
@@ -212,6 +259,7 @@ class TargetServer:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         shutil.rmtree(self._folder)
+        self._intakes.close()
 
     def _serve(self) -> None:
         while True:
@@ -220,7 +268,21 @@ class TargetServer:
             except OSError:
                 return  # closed
             with connection:
-                self._converse(connection)
+                if self.endpoint is None or self._greet(connection):
+                    self._converse(connection)
+
+    def _greet(self, connection: socket.socket) -> bool:
+        """Whether who connected says the token in time."""
+        connection.settimeout(HELLO_SECONDS)
+        try:
+            message, _ = _receive(connection)
+            if not hmac.compare_digest(str(message.get("token")).encode(), self._token.encode()):
+                return False
+            _send(connection, {})
+        except (OSError, ValueError):
+            return False
+        connection.settimeout(None)
+        return True
 
     def _converse(self, connection: socket.socket) -> None:
         """Answer one sender until it hangs up."""
@@ -234,6 +296,11 @@ class TargetServer:
             try:
                 if message["op"] == "memory":
                     memory = SharedMemory.open(message, descriptors)
+                elif message["op"] in ("probe", "open"):
+                    answer = act(self._intakes, message)
+                elif message["op"] == "fill":
+                    bucket = SharedMemory(self._intakes.take(message["channel"], message["bytes"]))
+                    self._submit(self._act({**message, "op": "receive"}, bucket)).result()
                 else:
                     self._submit(self._act(message, memory)).result()
             except Exception as error:  # noqa: BLE001  the sender is who has to know

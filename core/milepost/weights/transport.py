@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -123,6 +123,18 @@ class WeightSource(Protocol):
 
     def shards(self) -> Iterator[Shard]:
         """Yield the slices this rank holds."""
+        ...
+
+
+@runtime_checkable
+class StagedSource(WeightSource, Protocol):
+    """A source that can spare gathering over pipeline stages, for transports that send from each of them."""
+
+    def stage_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensors that are this rank's stage's to send, each tensor of the push at one stage.
+
+        Gathered over tensor and expert parallelism; called on all ranks.
+        """
         ...
 
 

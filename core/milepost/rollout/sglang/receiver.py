@@ -3,11 +3,15 @@
 Every act of a push is one call of `load`. It never raises, which would end the server: what went wrong is written into
 the verdict at the front of the buffer that came with the call (see `milepost.weights.sglang`), and the push is refused
 from then on. The server is fenced by its weight version, which the sender sets.
+
+A sender on another device sends no buffer: the call carries a header alone, bytes come through an intake
+(`milepost.weights.intake`), and the answer goes to the sender's store (`milepost.weights.lines`).
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
@@ -18,6 +22,7 @@ from torch import Tensor, nn
 
 from milepost.errors import TransportError
 from milepost.rollout.sglang.routes import Recorder, Route, play
+from milepost.weights import intake, lines
 from milepost.weights.sglang import ACCEPTED, REFUSED, VERDICT_BYTES, Slot, manifest_of, write_verdict
 from milepost.weights.transport import Manifest, TensorSpec, digest
 
@@ -30,24 +35,35 @@ class Loadable(Protocol):
         ...
 
 
+REPLY_SECONDS = 30.0
+"""How long the sender's store may take to be reached."""
+
+
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Do one act of a push; the only tensor is the buffer, and its name is the header."""
     [(text, buffer)] = named_tensors
     header = json.loads(text)
-    area = buffer[header["verdict"] : header["verdict"] + VERDICT_BYTES]
     receiver = _receivers.get(model)
     if receiver is None:
         receiver = _receivers[model] = ModelReceiver(model)
+    answer: intake.Message = {}
+    status, message = ACCEPTED, ""
     try:
-        receiver.act(header, buffer)
+        answer = receiver.act(header, buffer)
     except TransportError as error:
-        write_verdict(area, REFUSED, str(error))
+        status, message = REFUSED, str(error)
     except Exception:  # noqa: BLE001 a loader may raise anything; it reaches the sender as the verdict
-        write_verdict(area, REFUSED, traceback.format_exc()[-VERDICT_BYTES // 2 :])
-    else:
-        write_verdict(area, ACCEPTED)
-    if buffer.is_cuda:
-        torch.cuda.synchronize(buffer.device)  # the sender writes into the buffer as soon as this returns
+        status, message = REFUSED, traceback.format_exc()[-VERDICT_BYTES // 2 :]
+    if "reply" not in header:
+        write_verdict(buffer[header["verdict"] : header["verdict"] + VERDICT_BYTES], status, message)
+        if buffer.is_cuda:
+            torch.cuda.synchronize(buffer.device)  # the sender writes into the buffer as soon as this returns
+        return
+    try:
+        lines.reply(header["reply"], status, message, answer, REPLY_SECONDS)
+    except RuntimeError as error:
+        # The sender is gone, so nobody waits for the answer, and raising would end the server. It stays fenced.
+        print(f"milepost: no answer could be given at {header['reply'][:2]}: {error}; {message}", file=sys.stderr)
 
 
 class ModelReceiver:
@@ -55,6 +71,7 @@ class ModelReceiver:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._intakes = intake.Intakes(next(model.parameters()).device)
         self._routes: dict[str, list[Route]] = {}
         """Of every tensor that only copies take in."""
         self._specs: dict[str, TensorSpec] = {}
@@ -64,19 +81,30 @@ class ModelReceiver:
         self._wanted: list[tuple[str, Route, str]] = []
         """When verifying: tensor, destination and the digest of what must stand there at the commit."""
 
-    def act(self, header: Mapping[str, Any], buffer: Tensor) -> None:
-        """Do what a header says. Raises TransportError for what is refused; the push is then over."""
+    def act(self, header: Mapping[str, Any], buffer: Tensor) -> intake.Message:
+        """Do what a header says, and return what there is to answer.
+
+        Raises TransportError for what is refused; the push is then over.
+        """
         try:
-            if header["act"] == "prepare":
-                self.prepare(manifest_of(header["manifest"]))
-            elif header["act"] == "load":
-                slots = [Slot(**{**slot, "shape": tuple(slot["shape"])}) for slot in header["slots"]]
-                self.take(buffer, slots)
-            else:
-                self.commit(header["version"])
+            match header["act"]:
+                case "prepare":
+                    self.prepare(manifest_of(header["manifest"]))
+                case "load":
+                    self.take(buffer, _slots(header))
+                case "probe" | "open":
+                    return intake.act(self._intakes, {**header, "op": header["act"]})
+                case "fill":
+                    bucket = self._intakes.take(header["channel"], header["bytes"])
+                    self.take(bucket, _slots(header))
+                    if bucket.is_cuda:
+                        torch.cuda.synchronize(bucket.device)  # the next bucket comes on another stream
+                case _:
+                    self.commit(header["version"])
         except BaseException:
             self._manifest = None
             raise
+        return {}
 
     def prepare(self, manifest: Manifest) -> None:
         """Expect these tensors."""
@@ -180,6 +208,10 @@ class ModelReceiver:
         for name, parameter in self._model.named_parameters():
             if parameter.untyped_storage().data_ptr() not in reached:
                 raise TransportError(f"no tensor of the push went into the engine's parameter {name!r}")
+
+
+def _slots(header: Mapping[str, Any]) -> list[Slot]:
+    return [Slot(**{**slot, "shape": tuple(slot["shape"])}) for slot in header["slots"]]
 
 
 _receivers: WeakKeyDictionary[nn.Module, ModelReceiver] = WeakKeyDictionary()

@@ -65,6 +65,21 @@ class MegatronSource:
             value = torch.empty(shape, dtype=self._dtype, device=self._device()) if held is None else held
             yield VALUE_HEAD[name], self._from_owner(value, owners[name])
 
+    @torch.no_grad()
+    def stage_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensors that this rank's pipeline stage holds first, gathered over tensor parallelism alone.
+
+        Called on all ranks.
+        """
+        owners = self._owners()
+        mine = parallel_state.get_pipeline_model_parallel_rank()
+        for rule in self._rules:
+            if owners[rule.megatron] == mine:
+                yield from zip((part.name for part in rule.parts), self._on_stage(rule), strict=True)
+        for name in self._value_head:
+            if owners[name] == mine:
+                yield VALUE_HEAD[name], self._held[name]
+
     def shards(self) -> Iterator[Shard]:
         """Yield the slices this rank holds."""
         rank = parallel_state.get_tensor_model_parallel_rank()
@@ -97,17 +112,21 @@ class MegatronSource:
 
     def _whole(self, rule: Conversion, owner: int) -> list[Tensor]:
         """Return the whole Hugging Face tensors of a rule."""
-        size = parallel_state.get_tensor_model_parallel_world_size() if rule.split is not None else 1
         if parallel_state.get_pipeline_model_parallel_rank() == owner:
-            mine = self._held[rule.megatron]
-            shards = [mine]
-            if size > 1:
-                shards = [torch.empty_like(mine) for _ in range(size)]
-                dist.all_gather(shards, mine.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-            wholes = rule.join(shards)
+            wholes = self._on_stage(rule)
         else:
             wholes = [torch.empty(part.shape, dtype=self._dtype, device=self._device()) for part in rule.parts]
         return [self._from_owner(whole, owner) for whole in wholes]
+
+    def _on_stage(self, rule: Conversion) -> list[Tensor]:
+        """Return the whole Hugging Face tensors of a rule, on the ranks of the stage that holds it."""
+        size = parallel_state.get_tensor_model_parallel_world_size() if rule.split is not None else 1
+        mine = self._held[rule.megatron]
+        shards = [mine]
+        if size > 1:
+            shards = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(shards, mine.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+        return rule.join(shards)
 
     @staticmethod
     def _from_owner(tensor: Tensor, owner: int) -> Tensor:

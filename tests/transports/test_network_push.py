@@ -1,0 +1,150 @@
+"""The transports between nodes, as processes: trainer ranks, engines that record, and deaths in between."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from milepost.testing.engines import make_weights
+
+SIZE = sum(tensor.numel() * tensor.element_size() for tensor in make_weights(0).values())
+HELD = 15.0
+"""Seconds that a push may wait for a member that does not answer."""
+
+
+class Worker:
+    """A process of `push_worker`."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("push_worker.py")), *arguments]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def tell(self, **message: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        """The next answer; empty from a process that died."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return dict(json.loads(line)) if line else {}
+
+    def ask(self, **message: Any) -> dict[str, Any]:
+        self.tell(**message)
+        return self.hear()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Site:
+    """Two ranks and two engines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.engines = [Worker("engine") for _ in range(2)]
+        self.ranks: list[Worker] = []
+        self.endpoints = [worker.hear()["endpoint"] for worker in self.engines]
+        self.start_ranks()
+
+    def start_ranks(self) -> None:
+        for worker in self.ranks:
+            worker.close()
+        store = self.folder / f"store-{time.monotonic_ns()}"
+        self.ranks = [Worker("rank", str(rank), "2", str(store)) for rank in range(2)]
+        assert [worker.hear() for worker in self.ranks] == [{"ready": True}] * 2
+
+    def restart_engine(self, index: int) -> None:
+        self.engines[index].close()
+        self.engines[index] = Worker("engine")
+        self.endpoints[index] = self.engines[index].hear()["endpoint"]
+
+    def open(self, transport: str, *, staged: bool = False, verify: bool = True, timeout: float = 120.0) -> None:
+        message = {"transport": transport, "staged": staged, "verify": verify, "timeout": timeout}
+        for worker in self.ranks:
+            worker.tell(op="open", engines=list(enumerate(self.endpoints)), **message)
+        assert [worker.hear() for worker in self.ranks] == [{"ok": True}] * 2
+
+    def push(self, version: int, engines: list[int] | None = None, **more: Any) -> list[dict[str, Any]]:
+        for worker in self.ranks:
+            worker.tell(op="push", version=version, engines=engines, **more)
+        return [worker.hear() for worker in self.ranks]
+
+    def states(self) -> list[Any]:
+        """What each engine serves, bit for bit, or `fenced`."""
+        found = [worker.ask(op="state") for worker in self.engines]
+        assert not any(answer["wrong"] for answer in found)
+        return ["fenced" if answer["fenced"] else answer["version"] for answer in found]
+
+    def close(self) -> None:
+        for worker in [*self.ranks, *self.engines]:
+            worker.close()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    made = Site(tmp_path_factory.mktemp("push"))
+    yield made
+    made.close()
+
+
+def sent(*engines: int) -> dict[str, Any]:
+    return {"ok": True, "bytes": SIZE * len(engines), "engines": list(engines)}
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_broadcast_reaches_engines_of_other_processes(site: Site, staged: bool) -> None:
+    site.open("broadcast", staged=staged)
+    assert site.push(1) == [sent(0, 1), sent()]
+    assert site.states() == [1, 1]
+    assert site.push(2, [1]) == [sent(1), sent()]  # another group
+    assert site.states() == [1, 2]
+    assert site.push(3) == [sent(0, 1), sent()]
+    assert site.push(4) == [sent(0, 1), sent()]  # the same group again
+    assert site.states() == [4, 4]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_restarted_engine_is_filled_alone_and_a_dead_one_is_named(site: Site, staged: bool) -> None:
+    site.open("broadcast", staged=staged, verify=False)
+    assert site.push(1)[0]["ok"]
+    site.engines[1].ask(op="fail", signal=signal.SIGKILL)
+    answers = site.push(2)
+    assert not answers[0]["ok"] and answers[0]["gone"] == site.endpoints[1]
+    assert site.engines[0].ask(op="state")["fenced"]  # it may hold a part
+    site.restart_engine(1)
+    site.open("broadcast", staged=staged, verify=False)
+    assert site.push(3, [1]) == [sent(1), sent()]
+    assert site.states() == ["fenced", 3]
+    assert site.push(4) == [sent(0, 1), sent()]
+    assert site.states() == [4, 4]
+
+
+def test_an_engine_that_hangs_costs_the_time_limit(site: Site) -> None:
+    site.open("broadcast", timeout=HELD)
+    assert site.push(1)[0]["ok"]
+    site.engines[0].ask(op="fail", signal=signal.SIGSTOP)
+    answers = site.push(2)
+    assert not answers[0]["ok"] and answers[0]["gone"] == site.endpoints[0]
+    assert site.engines[1].ask(op="state")["fenced"]
+    site.restart_engine(0)
+
+
+def test_a_sender_that_dies_leaves_engines_fenced_until_a_whole_push(site: Site) -> None:
+    site.open("broadcast", verify=False)
+    assert site.push(1)[0]["ok"]
+    assert site.push(2, dies=0)[0] == {}
+    assert site.states() == ["fenced", "fenced"]
+    site.start_ranks()
+    site.open("broadcast")
+    assert site.push(3) == [sent(0, 1), sent()]
+    assert site.states() == [3, 3]
