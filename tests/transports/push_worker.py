@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import milepost
@@ -31,13 +30,9 @@ class Staged(Source):
         yield from pairs[:half] if dist.get_rank() == 0 else pairs[half:]
 
 
-def say(**answer: Any) -> None:
-    print(json.dumps(answer), flush=True)
-
-
-def asked() -> Iterator[dict[str, Any]]:
-    for line in sys.stdin:
-        yield json.loads(line)
+def messages(pipe: Connection) -> Iterator[dict[str, Any]]:
+    while True:
+        yield pipe.recv()
 
 
 class FlakyEngine(RecordingEngine):
@@ -51,7 +46,8 @@ class FlakyEngine(RecordingEngine):
         super().load(tensors)
 
 
-def run_engine() -> None:
+def run_engine(pipe: Connection) -> None:
+    torch.set_num_threads(1)
     engine = FlakyEngine(list(make_weights(0)))
     turn = threading.Lock()
 
@@ -65,12 +61,12 @@ def run_engine() -> None:
         return future
 
     server = TargetServer(engine, submit, host="127.0.0.1")
-    say(endpoint=server.endpoint)
-    for message in asked():
+    pipe.send({"endpoint": server.endpoint})
+    for message in messages(pipe):
         if message["op"] == "fail":
             engine.signal = int(message["signal"])
         wrong = same_bits(engine.served, make_weights(engine.version)) if not engine.fenced else []
-        say(fenced=engine.fenced, version=engine.version, wrong=wrong)
+        pipe.send({"fenced": engine.fenced, "version": engine.version, "wrong": wrong})
 
 
 class Dying(Staged):
@@ -85,12 +81,13 @@ class Dying(Staged):
     stage_tensors = tensors
 
 
-def run_rank(rank: int, size: int, store: str) -> None:
+def run_rank(pipe: Connection, rank: int, size: int, store: str) -> None:
+    torch.set_num_threads(1)
     backing = dist.FileStore(store, size)
     dist.init_process_group("gloo", store=backing, rank=rank, world_size=size, timeout=timedelta(seconds=240))
     sender: Any = None
-    say(ready=True)
-    for message in asked():
+    pipe.send({"ready": True})
+    for message in messages(pipe):
         try:
             if message["op"] == "open":
                 world = World(tuple(RankInfo(r, pipeline=r if message["staged"] else 0, data=0) for r in range(size)))
@@ -105,20 +102,13 @@ def run_rank(rank: int, size: int, store: str) -> None:
                     found[0].transport, found[0].engines, world, verify=message["verify"], details=details
                 )
                 sender = transport.sender(address, rank)
-                say(ok=True)
+                pipe.send({"ok": True})
                 continue
             kind = Dying if message.get("dies") == rank else Staged
             after = 5 if kind is Dying else None
             weights = make_weights(message["version"])
             report = sender.push(message["version"], kind(weights, fails_after=after), message["engines"])
-            say(ok=True, bytes=report.num_bytes, engines=list(report.engines))
+            pipe.send({"ok": True, "bytes": report.num_bytes, "engines": list(report.engines)})
         except MilepostError as error:
-            say(ok=False, error=str(error), gone=error.endpoint if isinstance(error, EngineGone) else None)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    if sys.argv[1] == "engine":
-        run_engine()
-    else:
-        run_rank(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+            gone = error.endpoint if isinstance(error, EngineGone) else None
+            pipe.send({"ok": False, "error": str(error), "gone": gone})

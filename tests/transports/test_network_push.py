@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from milepost.testing.engines import make_weights
+from push_worker import run_engine, run_rank
 
 SIZE = sum(tensor.numel() * tensor.element_size() for tensor in make_weights(0).values())
 HELD = 15.0
 """Seconds that a push may wait for a member that does not answer."""
 
 
+FORK = multiprocessing.get_context("fork")
+"""A process that starts anew would spend ten seconds of a core on importing torch."""
+
+
 class Worker:
     """A process of `push_worker`."""
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("push_worker.py")), *arguments]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, run: Callable[..., None], *arguments: Any) -> None:
+        self.pipe, theirs = FORK.Pipe()
+        self.process = FORK.Process(target=run, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
 
     def tell(self, **message: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message) + "\n")
-        self.process.stdin.flush()
+        self.pipe.send(message)
 
     def hear(self) -> dict[str, Any]:
         """The next answer; empty from a process that died."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        return dict(json.loads(line)) if line else {}
+        try:
+            return dict(self.pipe.recv())
+        except (EOFError, ConnectionError):
+            return {}
 
     def ask(self, **message: Any) -> dict[str, Any]:
         self.tell(**message)
@@ -43,7 +47,8 @@ class Worker:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.join()
+        self.pipe.close()
 
 
 class Site:
@@ -51,7 +56,7 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.engines = [Worker("engine") for _ in range(2)]
+        self.engines = [Worker(run_engine) for _ in range(2)]
         self.ranks: list[Worker] = []
         self.endpoints = [worker.hear()["endpoint"] for worker in self.engines]
         self.start_ranks()
@@ -60,12 +65,12 @@ class Site:
         for worker in self.ranks:
             worker.close()
         store = self.folder / f"store-{time.monotonic_ns()}"
-        self.ranks = [Worker("rank", str(rank), "2", str(store)) for rank in range(2)]
+        self.ranks = [Worker(run_rank, rank, 2, str(store)) for rank in range(2)]
         assert [worker.hear() for worker in self.ranks] == [{"ready": True}] * 2
 
     def restart_engine(self, index: int) -> None:
         self.engines[index].close()
-        self.engines[index] = Worker("engine")
+        self.engines[index] = Worker(run_engine)
         self.endpoints[index] = self.engines[index].hear()["endpoint"]
 
     def open(self, transport: str, *, staged: bool = False, verify: bool = True, timeout: float = 120.0) -> None:
