@@ -72,8 +72,8 @@ def _started(num_slots: int, run_dir: Path) -> Iterator[str]:
     As many CPUs as there are slots, whatever the machine has: ranks beyond the cores take turns, and Ray starts an idle
     process for every CPU in advance. Ray gives itself half a minute, which a busy machine may need more than once.
     """
-    # Ranks and engines are the run itself. Ray gives its workers a niceness of 15, and on a busy machine they then hardly
-    # get a core.
+    # Ranks and engines are the run itself. Ray gives its workers a niceness of 15, and on a busy machine they then
+    # hardly get a core.
     os.environ.setdefault("RAY_worker_niceness", "0")
     dashboard = all(find_spec(part) for part in _DASHBOARD_PARTS)
     settings = {**QUIET, "num_cpus": num_slots, "include_dashboard": dashboard}
