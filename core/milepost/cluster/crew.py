@@ -112,13 +112,12 @@ class Crew:
         return member
 
     def replace(self, member: Member) -> Member:
-        """Start a process in the place of one that died; return it when it is up."""
+        """Start a process in the place of one that died; it is not up yet (`identify`)."""
         ray.kill(member.handle, no_restart=True)  # of one that died in part
         new = member.start()
         self._members[self._members.index(member)] = new
         self._deaths.pop(member, None)
-        (identity,) = self.gather([new.call("identity")], "start", timeout=max(START_SECONDS, self._stall_timeout))
-        self._identities[new.name] = identity
+        self._identities.pop(member.name, None)
         return new
 
     def dead(self, members: Sequence[Member], wait: float = 0.0) -> list[Member]:
@@ -128,11 +127,12 @@ class Crew:
             found, _ = ray.wait([member.death for member in members], num_returns=len(members), timeout=0)
         return [member for member in members if member.death in found]
 
-    def identify(self) -> None:
-        """Wait until all processes are up, and learn which they are."""
-        calls = [member.call("identity") for member in self._members]
+    def identify(self, members: Sequence[Member] | None = None) -> None:
+        """Wait until these processes (default all) are up, and learn which they are."""
+        members = list(self._members if members is None else members)
+        calls = [member.call("identity") for member in members]
         identities = self.gather(calls, "start", timeout=max(START_SECONDS, self._stall_timeout))
-        self._identities = {m.name: found for m, found in zip(self._members, identities, strict=True)}
+        self._identities |= {m.name: found for m, found in zip(members, identities, strict=True)}
 
     def node(self, member: Member) -> str:
         """Return the name of the node that a process is on."""

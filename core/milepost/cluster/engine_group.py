@@ -146,18 +146,28 @@ class EngineGroup:
 
     def _replace(self, line: _Line, reason: str) -> None:
         """Start an engine in the place of one that died. Raises WorkerLostError if that was once too often."""
-        name, head = line.member.name, reason.partition("\n")[0]
         line.filled = False
-        line.deaths += 1
-        if line.deaths > MAX_RESTARTS:
-            raise WorkerLostError(f"{name} died {line.deaths} times since the last push; the last time: {reason}")
-        what = f"its {len(line.pending)} requests run again" if line.pending else "no request was running"
-        self._tell(f"{head}; it is started again (death {line.deaths} of {MAX_RESTARTS} until the next push), {what}")
-        with self._turn:
-            line.member = self._crew.replace(line.member)
-            call = line.member.call("build", self._message, line.index)
-            (self._infos[line.index],) = self._crew.gather([call], "build engine")
-            self._connect(self._infos)
+        while True:
+            line.deaths += 1
+            if line.deaths > MAX_RESTARTS:
+                times = f"{line.member.name} died {line.deaths} times since the last push"
+                raise WorkerLostError(f"{times}; the last time: {reason}")
+            what = f"its {len(line.pending)} requests run again" if line.pending else "no request was running"
+            count = f"death {line.deaths} of {MAX_RESTARTS} until the next push"
+            self._tell(f"{reason.splitlines()[0]}; it is started again ({count}), {what}")
+            try:
+                with self._turn:
+                    self._start_again(line)
+                return
+            except MemberLostError as error:
+                reason = str(error)
+
+    def _start_again(self, line: _Line) -> None:
+        line.member = self._crew.replace(line.member)
+        self._crew.identify([line.member])
+        call = line.member.call("build", self._message, line.index)
+        (self._infos[line.index],) = self._crew.gather([call], "build engine")
+        self._connect(self._infos)
 
     def _fill(self, line: _Line) -> None:
         """Give an engine that was started again the weights that the others serve."""
