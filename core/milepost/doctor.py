@@ -22,12 +22,18 @@ from typing import Final, Literal
 
 Level = Literal["ok", "note", "problem"]
 
+MOONCAKE: Final = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
+
 DISTRIBUTIONS: Final = (
     *("torch", "torchvision", "transformers", "tokenizers", "sglang", "sglang-kernel", "flashinfer-python"),
     *("torch-memory-saver", "megatron-core", "transformer-engine", "ray", "aiohttp", "nvidia-nccl-cu12"),
-    *("nvidia-nccl-cu13", "mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
+    "nvidia-nccl-cu13",
+    *MOONCAKE,
 )
 """Distributions whose versions matter."""
+
+MOONCAKE_LIBRARIES: Final = ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1", "liburing.so.2", "libcurl.so.4")
+"""What Mooncake's transfer engine loads of the system's."""
 
 TESTED: Final[Mapping[str, str]] = {"sglang": "0.5.17", "megatron-core": "0.16.1"}
 """Versions whose inside milepost relies on; others may work."""
@@ -79,6 +85,8 @@ class Facts:
     """Why this machine's name has no address."""
     rdma_devices: tuple[str, ...] = ()
     has_ibverbs: bool = False
+    missing_libraries: tuple[str, ...] = ()
+    """Of `MOONCAKE_LIBRARIES`."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that change how things behave."""
 
@@ -115,6 +123,7 @@ def collect(folder: Path) -> Facts:
         loopback_error=_loopback_error(),
         host_error=_host_error(),
         rdma_devices=tuple(sorted(path.name for path in verbs.iterdir())) if verbs.is_dir() else (),
+        missing_libraries=tuple(name for name in MOONCAKE_LIBRARIES if not _has_library(name)),
         has_ibverbs=bool(list(Path("/usr/lib").glob("**/libibverbs.so.1"))),
         environment={name: os.environ[name] for name in WATCHED_VARIABLES if name in os.environ},
     )
@@ -123,7 +132,7 @@ def collect(folder: Path) -> Facts:
 def examine(facts: Facts) -> list[Finding]:
     """Judge what there is, topic by topic."""
     checks = (_python, _torch, _transformers, _sglang, _memory_saver, _megatron, _ray, _gpu, _nccl, _shm, _network)
-    return [finding for check in (*checks, _rdma, _disk, _files) for finding in check(facts)]
+    return [finding for check in (*checks, _rdma, _mooncake, _disk, _files) for finding in check(facts)]
 
 
 # Versions
@@ -370,6 +379,25 @@ def _rdma(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield Finding("rdma", "ok", f"RDMA devices {', '.join(facts.rdma_devices)}")
+
+
+def _mooncake(facts: Facts) -> Iterator[Finding]:
+    if not facts.versions.keys() & set(MOONCAKE):
+        return  # only transport p2p needs it, and says so
+    if facts.missing_libraries:
+        yield Finding(
+            "mooncake",
+            "problem",
+            f"Mooncake is installed, but not what it needs: {', '.join(facts.missing_libraries)}; transport p2p fails",
+            "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4",
+        )
+    else:
+        found = next(f"{name} {facts.versions[name]}" for name in MOONCAKE if name in facts.versions)
+        yield Finding("mooncake", "ok", found)
+
+
+def _has_library(name: str) -> bool:
+    return any(True for _ in Path("/usr/lib").glob(f"**/{name}*"))
 
 
 def _disk(facts: Facts) -> Iterator[Finding]:

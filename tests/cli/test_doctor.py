@@ -91,6 +91,16 @@ def test_a_laptop_and_a_node_that_are_in_order_have_no_problem() -> None:
         (replace(LAPTOP, shm_free_bytes=64 * 2**20), "shared memory", "64 MiB free", "--ipc=host"),
         (replace(LAPTOP, shm_free_bytes=None), "shared memory", "no /dev/shm", "--shm-size"),
         (replace(LAPTOP, loopback_error="refused"), "ports", "can be listened on: refused", "loopback"),
+        (
+            replace(
+                NODE,
+                versions={**NODE.versions, "mooncake-transfer-engine": "0.3"},
+                missing_libraries=("librdmacm.so.1",),
+            ),
+            "mooncake",
+            "not what it needs: librdmacm.so.1;",
+            "apt-get install libibverbs1 librdmacm1",
+        ),
         (replace(NODE, has_ibverbs=False), "rdma", "mlx5_0), but libibverbs", "apt-get install libibverbs1"),
     ],
 )

@@ -243,6 +243,9 @@ def test_what_can_be_run_is_let_through(project: Path) -> None:
         (("engine.gpus_per_engine=2",), "engine.gpus_per_engine", "a local engine runs on one device"),
         (("transport.name=toy_far",), "transport.name", "cannot be colocated"),
         (("cluster.colocate=false",), "transport.name", "needs cluster.colocate: true"),
+        (("cluster.colocate=false", "transport.name=ipc"), "transport.name", "needs cluster.colocate: true"),
+        (("transport.name=broadcast",), "transport.name", "cannot be colocated; set cluster.colocate: false"),
+        (("transport.name=p2p",), "transport.name", "cannot be colocated; set cluster.colocate: false"),
         ((*MEGATRON, "model.path=model"), "trainer.backend", "no Megatron half"),
         ((*MEGATRON, "trainer.tensor_parallel=8"), "trainer.tensor_parallel", "does not divide the model's"),
         (

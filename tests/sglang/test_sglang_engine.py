@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
+from ctypes.util import find_library
 from dataclasses import replace
 from typing import Any
 
@@ -390,18 +391,23 @@ def test_megatron_core_stays_out_of_a_server(served: Served) -> None:
     assert "Megatron" not in served.server.log_path.read_text()
 
 
-def test_a_broadcast_reaches_a_server(ready: Served) -> None:
+@pytest.mark.parametrize("name", ["broadcast", "p2p"])
+def test_a_server_is_pushed_to_over_a_network(ready: Served, name: str) -> None:
     import milepost
 
     moved = hf_model(ready.model_path)
     with torch.no_grad():
         for parameter in moved.parameters():
             parameter.mul_(1.05)
-    transport = milepost.resolve("transport", "broadcast", {"bucket_mb": 1, "timeout": 100})
+    transport = milepost.resolve("transport", name, {"bucket_mb": 1, "timeout": 100})
     address = transport.open(World((RankInfo(0),)), [EngineInfo(0, ready.engine.endpoint)])
     address = replace(address, verify=True, details={**address.details, "bucket_bytes": 40000})
     sender = transport.sender(address, rank=0)
     weights = weights_of(moved)
+    if name == "p2p" and find_library("ibverbs") is None:  # Mooncake wants libraries of the system
+        with pytest.raises(TransportError, match="apt-get install libibverbs1"):
+            sender.push(next(VERSIONS), weights)
+        return
     for _ in range(2):  # the second through the group of the first
         version = next(VERSIONS)
         ready.engine.fence()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import milepost
 import pytest
+from milepost.errors import TransportError
 from milepost.testing.engines import make_weights
+from milepost.weights.transport import EngineInfo, RankInfo, World
 from push_worker import run_engine, run_rank
 
 SIZE = sum(tensor.numel() * tensor.element_size() for tensor in make_weights(0).values())
@@ -153,3 +157,60 @@ def test_a_sender_that_dies_leaves_engines_fenced_until_a_whole_push(site: Site)
     site.open("broadcast")
     assert site.push(3) == [sent(0, 1), sent()]
     assert site.states() == [3, 3]
+
+
+def has_mooncake() -> bool:
+    """Whether Mooncake and the libraries of the system that it needs are here."""
+    try:
+        import mooncake.engine  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def test_p2p_writes_to_engines_of_other_processes_or_says_what_is_missing(site: Site) -> None:
+    site.open("p2p")
+    if not has_mooncake():
+        answers = site.push(1)
+        assert all("pip install 'milepost[p2p]'" in answer["error"] for answer in answers)
+        return
+    assert site.push(1) == [sent(0), sent(1)]  # each rank writes to an engine of its own
+    assert site.states() == [1, 1]
+    assert site.push(2, [1]) == [sent(), sent(1)]
+    assert site.push(3) == [sent(0), sent(1)]
+    assert site.states() == [3, 3]
+    site.engines[1].ask(op="fail", signal=signal.SIGKILL)
+    answers = site.push(4)
+    assert answers[0] == sent(0) and answers[1]["gone"] == site.endpoints[1]
+    site.restart_engine(1)
+    site.open("p2p")
+    assert site.push(5, [1]) == [sent(), sent(1)]
+    assert site.states() == [4, 5]
+
+
+@pytest.mark.parametrize("name", ["broadcast", "p2p"])
+def test_engines_that_no_line_goes_to_are_refused(name: str) -> None:
+    transport = milepost.resolve("transport", name, {})
+    world = World((RankInfo(0),))
+    with pytest.raises(TransportError, match=r"engine 0 is at 'unix://here/a', and over a network engines are reached"):
+        transport.open(world, [EngineInfo(0, "unix://here/a")])
+    with pytest.raises(TransportError, match="share an index"):
+        transport.open(world, [EngineInfo(0, "local:a"), EngineInfo(0, "local:b")])
+
+
+def test_each_stage_has_a_sender_and_gpus_speak_nccl() -> None:
+    ranks = tuple(RankInfo(r, device=f"GPU-{r}", tensor=r % 2, pipeline=r // 2) for r in range(4))
+    transport = milepost.resolve("transport", "broadcast", {})
+    details = transport.open(World(ranks), [EngineInfo(0, "http://10.0.0.2:1", ("GPU-9",))]).details
+    assert (details["sources"], details["backend"]) == ([0, 2], "nccl")
+    assert transport.open(World(ranks), [EngineInfo(0, "tcp://10.0.0.2:1/x")]).details["backend"] == "gloo"
+
+
+def test_a_stranger_without_the_token_is_not_heard(site: Site) -> None:
+    host, port = site.endpoints[0].removeprefix("tcp://").partition("/")[0].split(":")
+    for greeting in (b"\x00\x00\x00\x02{}", b'\x00\x00\x00\x0f{"token": "abc"}', b"\xff\xff\xff\xff"):
+        with socket.create_connection((host, int(port)), timeout=60) as rude:
+            rude.sendall(greeting)
+            assert rude.recv(1) == b""
+    site.open("broadcast")
+    assert site.push(9)[0]["ok"]
