@@ -11,10 +11,12 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from functools import cache
 from multiprocessing import resource_tracker
@@ -39,6 +41,7 @@ class Command:
         """Start it in the folder `cwd`, with `environment` instead of this process's, perhaps as a group's leader."""
         self._words = (module, *map(str, arguments))
         self._folder = Path(tempfile.mkdtemp(prefix="milepost-command-"))
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         given = dict(os.environ if environment is None else environment) | {"OMP_NUM_THREADS": "1"}
         self._process = _context().Process(target=_run, args=(self._words, cwd, given, self._folder, own_group))
         self._process.start()
@@ -71,20 +74,26 @@ class Command:
     def finish(self, timeout: float = 600) -> tuple[int, str]:
         """Wait for its end; return its exit code and all of its output.
 
-        Fails the test, with what it printed, after `timeout` seconds.
+        Kills it and fails the test, with what it printed, after `timeout` seconds.
         """
         self._process.join(timeout)
         code = self.poll()
-        assert code is not None, f"{self._words} did not end in {timeout:g} s; its output:\n{self.output}"
+        if code is None:
+            self.kill()  # it is not to stand in the way of others
+            raise AssertionError(f"{self._words} did not end in {timeout:g} s; its output:\n{self.output}")
         return code, self.output
 
     def wait_until(self, condition: Callable[[], object], timeout: float = 600) -> None:
-        """Wait until `condition()` holds. Fails the test, with what the command printed, if it ends before that."""
+        """Wait until `condition()` holds. Fails the test, with what the command printed, if it ends before that.
+
+        Kills it and fails the test after `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         while not condition():
             assert self.poll() is None, f"{self._words} ended with {self.poll()}; its output:\n{self.output}"
-            late = f"{self._words} is not where it is waited for after {timeout:g} s; its output:\n{self.output}"
-            assert time.monotonic() < deadline, late
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"{self._words} did not get there in {timeout:g} s; its output:\n{self.output}")
             time.sleep(0.005)
 
     def send_signal(self, number: int) -> None:

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from runs import lines
+
+pytestmark = pytest.mark.takes(25)
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,10 +78,9 @@ def test_from_the_wheel_to_a_training_and_back(environment: Path, write_config: 
     trained = run(milepost, "train", config, "--quiet")
     assert trained.returncode == 0, trained.stderr
     run_dir = config.parent / "run"
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     # On policy nothing is held back.
-    assert [line["train/gate"] for line in lines if line["kind"] == "step"] == [1.0, 1.0]
-    rollouts = [line for line in lines if line["kind"] == "rollout"]
+    assert [line["train/gate"] for line in lines(run_dir, "step")] == [1.0, 1.0]
+    rollouts = lines(run_dir, "rollout")
     assert all(0 <= line["rollout/reward/answered"] <= 1 and 0 <= line["rollout/raw_reward"] <= 1 for line in rollouts)
 
     pip(environment / "python", "uninstall", "--yes", "--quiet", "road-signs")

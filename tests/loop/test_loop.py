@@ -14,17 +14,13 @@ from milepost.config.plan import make_plan
 from milepost.errors import CheckpointError, ConfigError, RunError
 from milepost.run import RunSummary
 from milepost.tracking.catalogue import describe
+from runs import lines, numbers
 
 Write = Callable[..., Path]
 
 
 def train(path: Path, *sets: str) -> RunSummary:
     return loop.train(make_plan(load_config([path], sets)), progress=False)
-
-
-def lines(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if kind is None or record["kind"] == kind]
 
 
 def test_a_run_logs_every_rollout_step_and_evaluation_and_ends_with_a_summary(write_config: Write) -> None:
@@ -69,12 +65,14 @@ def test_with_rate_zero_nothing_changes(write_config: Write) -> None:
 
 
 def test_equal_configs_give_equal_numbers_and_another_seed_others(write_config: Write) -> None:
-    def numbers(directory: str, seed: int) -> list[dict[str, Any]]:
-        run_dir = train(write_config(rollout={"num_rollouts": 2}), f"run.dir={directory}", f"run.seed={seed}").run_dir
-        return [{k: v for k, v in line.items() if not k.startswith("perf/") and k != "time"} for line in lines(run_dir)]
+    def run(directory: str, seed: int) -> list[dict[str, Any]]:
+        return numbers(
+            train(write_config(rollout={"num_rollouts": 2}), f"run.dir={directory}", f"run.seed={seed}").run_dir
+        )
 
-    assert numbers("a", 1) == numbers("b", 1)
-    assert numbers("a2", 1) != numbers("c", 2)
+    first = run("a", 1)
+    assert first == run("b", 1)
+    assert first != run("c", 2)
 
 
 def test_a_finished_run_says_so_and_keeps_its_metrics(write_config: Write, capsys: pytest.CaptureFixture[str]) -> None:

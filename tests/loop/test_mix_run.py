@@ -13,13 +13,14 @@ from milepost.config.loading import load_config
 from milepost.config.plan import make_plan
 from milepost.errors import ConfigError
 from milepost.registry import use
+from runs import lines
 
 
 def mixed(config: Path, parts: dict[str, Any], **more: Any) -> Path:
     """Put a mix in the place of the config's reward, and give every second prompt another kind."""
-    lines = config.read_text().replace("  function: score:score\n", "").replace("name: python", "name: mix")
+    text = config.read_text().replace("  function: score:score\n", "").replace("name: python", "name: mix")
     config.write_text(
-        lines.replace(
+        text.replace(
             "reward:\n",
             f"reward:\n  parts: {json.dumps(parts)}\n"
             + "".join(f"  {key}: {json.dumps(value)}\n" for key, value in more.items()),
@@ -45,8 +46,7 @@ def test_each_part_has_a_curve_of_its_own(write_config: Callable[..., Path]) -> 
         run_dir = loop.train(make_plan(loaded), progress=False).run_dir
     finally:
         use(None)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    rollouts = [line for line in lines if line["kind"] == "rollout"]
+    rollouts = lines(run_dir, "rollout")
     assert len(rollouts) == 2
     for line in rollouts:
         assert 0 < line["rollout/reward/digits"] < 1

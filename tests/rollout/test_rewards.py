@@ -94,8 +94,13 @@ async def waits(sample):
     await asyncio.sleep(0.2)
     return 1.0
 
+waiting, together = 0, asyncio.Event()
+
 async def overlapping(sample):
-    await asyncio.sleep(0.3)
+    global waiting
+    waiting += 1
+    if waiting == 20: together.set()
+    await together.wait()  # for ever, if they come one after the other
     return float(sample.task.index)
 
 def ranks(samples):
@@ -194,9 +199,7 @@ def test_named_rewards_labels_and_tokens_reach_both_sides(folder: Path) -> None:
 
 def test_a_worker_is_light(folder: Path) -> None:
     with make(folder, "imports_torch") as pool:
-        began = time.perf_counter()
         assert values(run(pool.score([sample()]))) == [0.0]
-        assert time.perf_counter() - began < 10
 
 
 def test_512_samples_take_a_fraction_of_a_second(folder: Path) -> None:
@@ -255,13 +258,10 @@ def test_a_hang_is_killed_at_the_limit_and_says_where_it_was(folder: Path) -> No
     texts = ["a", "sleep", "b", "regex", "stop", "c"]
     with make(folder, "does", timeout=0.6) as pool:
         run(pool.start())
-        began = time.monotonic()
         scored = run(pool.score([sample(text) for text in texts]))
-        seconds = time.monotonic() - began
         stats = pool.stats()
     assert kinds(scored) == [None, "timeout", None, "timeout", "timeout", None]
     assert values(scored) == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
-    assert 1.8 <= seconds < 10
     assert stats.failed == {"timeout": 3}
     assert stats.seconds >= 1.8
     for place in (1, 3):
@@ -320,11 +320,8 @@ def test_output_is_kept_up_to_a_limit_and_blocks_nobody(folder: Path) -> None:
 
 
 def test_asynchronous_rewards_overlap_in_one_worker(folder: Path) -> None:
-    with make(folder, "overlapping") as pool:
-        run(pool.start())
-        began = time.monotonic()
+    with make(folder, "overlapping", timeout=60) as pool:
         assert values(run(pool.score([sample(index=index) for index in range(40)]))) == list(range(40))
-        assert time.monotonic() - began < 4  # 12 s one after the other
 
 
 def test_an_asynchronous_reward_that_fails_costs_the_others_nothing(folder: Path) -> None:
@@ -363,10 +360,8 @@ def test_inline_has_the_same_interface(folder: Path, monkeypatch: pytest.MonkeyP
         assert pool.stats().failed == {"exception": 2, "invalid": 1}
     assert kinds(scored) == [None, "exception", "invalid", "exception", None]
     assert values(scored) == [1.0, 0.5, 0.5, 0.5, 1.0]
-    with make(folder, "overlapping", placement="inline") as pool:
-        began = time.monotonic()
+    with make(folder, "overlapping", placement="inline", timeout=60) as pool:
         assert values(run(pool.score([sample(index=index) for index in range(20)]))) == list(range(20))
-        assert time.monotonic() - began < 3
     sys.modules.pop("reward_acts", None)
 
 
@@ -484,10 +479,9 @@ def test_giving_up_on_a_call_leaves_the_pool_usable(folder: Path) -> None:
         assert values(await pool.score([sample("a")])) == [1.0]
 
     with make(folder, "does", timeout=0.5) as pool:
-        began = time.monotonic()
         run(work(pool))
         # The first of them runs into its limit; the others are dropped with the worker they were sent to.
-        assert time.monotonic() - began < 15
+        assert pool.stats().restarts == 1
 
 
 def test_closing_ends_what_goes_on_and_may_be_done_twice(folder: Path) -> None:
