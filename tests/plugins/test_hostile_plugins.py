@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,15 +94,15 @@ HOSTILE = [
     Hostile("import that prints", 'print("chatter")\n' + textwrap.dedent(reward("hostile")), "ok", "chatter"),
     Hostile("import that calls sys.exit", "import sys\nsys.exit(0)", "broken", "SystemExit: 0"),
     Hostile(
-        "import that takes 30 s",
-        "import time\ntime.sleep(30)\n" + textwrap.dedent(reward("hostile")),
+        "import that takes ten minutes",
+        "import time\ntime.sleep(600)\n" + textwrap.dedent(reward("hostile")),
         "broken",
         "its import took longer than 2 s and was stopped",
         ("--import-limit", "2"),
     ),
     Hostile(
-        "import that takes 30 s, and survives any exception",
-        "import time\ntry:\n    time.sleep(30)\nexcept Exception:\n    pass\n" + textwrap.dedent(reward("hostile")),
+        "import that takes ten minutes, and survives any exception",
+        "import time\ntry:\n    time.sleep(600)\nexcept Exception:\n    pass\n" + textwrap.dedent(reward("hostile")),
         "broken",
         "its import took longer than 2 s and was stopped",
         ("--import-limit", "2"),
@@ -133,7 +132,7 @@ def milepost(site: Path, *arguments: str | Path, cwd: Path | None = None) -> sub
     """Run the command line with the distributions of `site` installed beside milepost."""
     words = [sys.executable, "-c", "from milepost.cli import main; main()", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    return subprocess.run(words, capture_output=True, text=True, check=False, env=environment, cwd=cwd)
+    return subprocess.run(words, capture_output=True, text=True, check=False, env=environment, cwd=cwd, timeout=300)
 
 
 @pytest.fixture
@@ -154,9 +153,7 @@ def listed(site: Site, *arguments: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("hostile", HOSTILE, ids=lambda hostile: hostile.what)
 def test_a_hostile_plugin_is_told_and_the_rest_works(hostile: Hostile, site: Site) -> None:
     site.install("hostile-plugins", {"hostile": hostile.source})
-    started = time.monotonic()
     done = milepost(site.folder, "plugins", "list", *hostile.arguments)
-    assert time.monotonic() - started < 20
     assert done.returncode == 0, done.stderr
     rows = {tuple(line.split()[:2]): line.split() for line in done.stdout.split("\n\n")[0].splitlines()}
     assert rows["hostile", "hostile-plugins"][3] == hostile.state

@@ -192,10 +192,10 @@ def test_wrong_answers(answer: str, label: str) -> None:
 @pytest.mark.parametrize("answer", HOSTILE, ids=[text[:12].encode("ascii", "replace").decode() for text in HOSTILE])
 @pytest.mark.parametrize("label", ["7", "x^2+1", "(1,2)", "2^{3}"])
 def test_hostile_answers_are_wrong_at_once(answer: str, label: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     assert not is_correct(answer, label)
     assert not is_correct(label, answer)
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,10 @@ def test_without_require_think_a_box_anywhere_counts_but_a_closed_thought_is_sti
 
 
 def test_a_megabyte_of_boxes_is_searched_at_once() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     assert last_box("\\boxed{" * 150_000) is None
     assert last_box("\\boxed{1}" * 100_000) == "1"
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
 
 
 def test_labels_may_be_numbers_or_lists() -> None:
