@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ACTOR = Path("trainer") / "actor.safetensors"
-"""Where a checkpoint keeps the policy's weights."""
+"""Where a checkpoint of the torch trainer keeps the policy's weights."""
+ACTOR_SHARDS = Path("trainer") / "actor"
+"""Where one of the Megatron trainer keeps them, in torch_dist."""
 
 WEIGHT_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".npz"}
@@ -57,7 +59,8 @@ def export(
 ) -> Exported:
     """Write a run's policy to the folder `out`, which `AutoModelForCausalLM.from_pretrained` loads.
 
-    The folder appears whole or not at all.
+    The folder appears whole or not at all. A checkpoint of the Megatron trainer is read in this process alone, whatever
+    layout wrote it; the model's recipe is one of the plugins that the run used.
 
     Args:
         run_dir: the run folder.
@@ -78,17 +81,21 @@ def export(
             f"the model that {run_dir} started from is not at {base} (no config.json there); its config and tokenizer "
             "are part of an export: give its folder with --model"
         )
-    _check_target(out, force)
+    check_target(out, force, is_model=lambda: (out / "config.json").is_file())
     verify(found)
-    weights = load_tensors(_actor(found))
-    with _replacing(out) as draft:
-        dtype = _write_weights(draft, base, weights, remote_code=config["model"]["trust_remote_code"])
+    with replacing(out) as draft:
+        if (found / ACTOR_SHARDS).is_dir():
+            num_tensors, dtype = _write_shards(draft, base, found / ACTOR_SHARDS, config)
+        else:
+            weights = load_tensors(_actor(found))
+            num_tensors = len(weights)
+            dtype = _write_weights(draft, base, weights, remote_code=config["model"]["trust_remote_code"])
         _write_config(draft, base, dtype)
         _copy_rest(draft, base)
         for file in draft.glob("*.safetensors"):
             shutil.copymode(draft / "config.json", file)  # safetensors makes files that nobody else may read
         num_bytes = sum(file.stat().st_size for file in draft.iterdir() if file.is_file())
-    return Exported(out, found, len(weights), num_bytes, dtype)
+    return Exported(out, found, num_tensors, num_bytes, dtype)
 
 
 def read_run_config(run_dir: Path) -> dict[str, Any]:
@@ -120,23 +127,26 @@ def find_checkpoint(run_dir: Path, rollout: int | None = None) -> Path:
 def _actor(checkpoint: Path) -> Path:
     file = checkpoint / ACTOR
     if not file.is_file():
-        raise CheckpointError(f"{checkpoint} has no {ACTOR}; only checkpoints of the torch trainer can be exported")
+        raise CheckpointError(
+            f"{checkpoint} has neither {ACTOR} nor {ACTOR_SHARDS}, where the torch and Megatron trainers keep a policy"
+        )
     return file
 
 
-def _check_target(out: Path, force: bool) -> None:
+def check_target(out: Path, force: bool, *, is_model: Callable[[], bool]) -> None:
+    """Raise MilepostError if `out` is in the way: not empty, unless it is a model folder that is to be replaced."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not out.is_dir():
         raise MilepostError(f"{out} is a file; give a folder that does not exist yet")
     if not force:
         raise MilepostError(f"{out} is not empty; give another folder, or --force to replace a model folder")
-    if not (out / "config.json").is_file():
+    if not is_model():
         raise MilepostError(f"{out} has no config.json, so it is no model folder and --force does not replace it")
 
 
 @contextmanager
-def _replacing(out: Path) -> Iterator[Path]:
+def replacing(out: Path) -> Iterator[Path]:
     """Give a folder to fill that takes the place of `out` when the block ends well."""
     out.parent.mkdir(parents=True, exist_ok=True)
     draft = out.with_name(f".{out.name}.partial-{os.getpid()}")
@@ -154,6 +164,31 @@ def _replacing(out: Path) -> Iterator[Path]:
         raise
     if before.exists():
         shutil.rmtree(before)
+
+
+def _write_shards(draft: Path, base: Path, shards: Path, config: Mapping[str, Any]) -> tuple[int, str]:
+    """Write weights that the Megatron trainer saved; return the number of tensors, and their dtype."""
+    from milepost.config.schema import RunConfig
+    from milepost.recipe import Recipe
+    from milepost.registry import Registry
+
+    plugins, section = RunConfig.model_validate(config).plugins, config["model"]
+    # The run config's folder is not written down, so hook modules are looked for where the command is typed.
+    registry = Registry.load(block=plugins.block, modules=plugins.modules)
+    architectures = json.loads((base / "config.json").read_text(encoding="utf-8"))["architectures"]
+    name = registry.for_architecture(architectures[0], section["recipe"]).name
+    recipe: Recipe = registry.resolve("model", name)
+    if recipe.megatron is None:
+        raise CheckpointError(
+            f"{shards} was saved by the Megatron trainer, and recipe {name!r} has no Megatron half to read it; if the "
+            "run used a hook module of its own (plugins.modules), export in the folder where it lies"
+        )
+    from milepost.training.megatron.convert import write_hf
+
+    try:
+        return write_hf(shards, base, draft, recipe.megatron)
+    except ValueError as error:
+        raise CheckpointError(f"{shards}: {error}") from error
 
 
 def _write_weights(draft: Path, base: Path, weights: Mapping[str, Tensor], *, remote_code: bool) -> str:

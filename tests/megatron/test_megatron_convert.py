@@ -2,55 +2,110 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from megatron_cases import make_checkpoint
 from megatron_world import run_world
+from milepost.cli import cli
 from safetensors.torch import load_file, save_file
 
 
-def there(rank: int, folder: str, out: str) -> dict[str, Any]:
-    from milepost.training.megatron.convert import hf_to_megatron
-    from milepost_qwen3.recipe import Qwen3Recipe
-
-    done = hf_to_megatron(Path(folder), Path(out), Qwen3Recipe().megatron)
-    return {"num_tensors": done.num_tensors, "skipped": done.skipped}
-
-
-def back(rank: int, folder: str, out: str, limit: int) -> int:
-    from milepost.training.megatron import convert
-    from milepost_qwen3.recipe import Qwen3Recipe
-
-    convert.MAX_FILE_BYTES = limit
-    return convert.megatron_to_hf(Path(folder), Path(out), Qwen3Recipe().megatron).num_tensors
-
-
-@pytest.mark.parametrize(("ranks", "tied"), [(1, True), (2, False)])
-def test_there_and_back_is_exact_and_done_once(tmp_path: Path, ranks: int, tied: bool) -> None:
-    path = make_checkpoint(tmp_path / "model", tied=tied)
+def in_bfloat16(path: Path) -> dict[str, torch.Tensor]:
+    """Cast a checkpoint, and return its weights."""
     saved = {name: tensor.bfloat16() for name, tensor in load_file(path / "model.safetensors").items()}
     save_file(saved, path / "model.safetensors", {"format": "pt"})
+    return saved
+
+
+def convert(rank: int, *calls: tuple[str, str, bool]) -> list[tuple[int, bool] | str]:
+    """Convert from folder to folder, by force or not; (tensors, skipped) of each, or what was wrong."""
+    from milepost import conversion
+    from milepost.errors import MilepostError
+    from milepost.registry import Registry
+
+    results: list[tuple[int, bool] | str] = []
+    for source, out, force in calls:
+        try:
+            done = conversion.convert(Path(source), Path(out), Registry.load(), force=force, progress=False)
+            results.append((done.num_tensors, done.skipped))
+        except MilepostError as error:
+            results.append(str(error))
+    return results
+
+
+def in_parts(rank: int, folder: str, out: str, limit: int) -> int:
+    """Write a converted folder's weights into files of at most so many bytes; called on all ranks."""
+    from milepost.training.megatron import convert as ranks
+    from milepost_qwen3.recipe import Qwen3Recipe
+
+    ranks.MAX_FILE_BYTES = limit
+    source = Path(folder)
+    return ranks.write_hf(source / "weights", source / "hf", Path(out), Qwen3Recipe().megatron)[0]
+
+
+@pytest.mark.parametrize(("architecture", "tied"), [("qwen3", True), ("llama", False)])
+def test_there_and_back_is_exact_and_done_once(tmp_path: Path, architecture: str, tied: bool) -> None:
+    path = make_checkpoint(tmp_path / "model", architecture, tied=tied)
+    saved = in_bfloat16(path)
     (path / "tokenizer.json").write_text("{}")
     count = len(saved)
-    first = run_world(there, ranks, str(path), str(tmp_path / "out"))
-    assert first == [{"num_tensors": count, "skipped": False}] * ranks
-    assert run_world(there, 2, str(path), str(tmp_path / "out"))[0]["skipped"]
-    # The other number of ranks reads it back, into several files.
-    assert run_world(back, 3 - ranks, str(tmp_path / "out"), str(tmp_path / "back"), 20_000) == [count] * (3 - ranks)
-    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    model, there, back = str(path), str(tmp_path / "there"), str(tmp_path / "back")
+    calls = [(model, there, False), (model, there, False), (there, back, False), (there, back, False)]
+    found = run_world(convert, 1, *calls, (model, there, True))[0]
+    assert found == [(count, False), (count, True), (count, False), (count, True), (count, False)]
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
+    for name in ("tokenizer.json", "config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (path / name).read_bytes()
+
+    # A change of the input, be it of a file beside the weights, is converted again; of several dtypes, it is refused.
+    (path / "tokenizer.json").write_text("{ }")
+    mixed = make_checkpoint(tmp_path / "mixed", architecture, tied=tied)
+    save_file(saved | {"model.norm.weight": saved["model.norm.weight"].float()}, mixed / "model.safetensors")
+    found = run_world(convert, 1, (model, there, False), (str(mixed), str(tmp_path / "none"), False))[0]
+    assert found[0] == (count, False)
+    assert "has weights in 2 dtypes" in found[1]
+    left = {entry.name for entry in tmp_path.iterdir()}
+    assert left == {"model", "there", "back", "mixed"}
+
+
+def test_workers_share_the_layers(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    saved = in_bfloat16(path)
+    done = milepost(path, tmp_path / "there", "--workers", 2, "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert (told["format"], told["num_tensors"], told["skipped"]) == ("torch_dist", len(saved), False)
+    (tmp_path / "parts").mkdir()
+    assert run_world(in_parts, 2, told["folder"], str(tmp_path / "parts"), 20_000) == [len(saved)] * 2
+    files = sorted((tmp_path / "parts").glob("*.safetensors"))
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert len(files) > 2
     assert found.keys() == saved.keys()
     assert all(torch.equal(found[name], saved[name]) for name in saved)
-    assert (tmp_path / "back" / "tokenizer.json").is_file()
 
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.bfloat16)
-    assert torch.equal(model.model.norm.weight, saved["model.norm.weight"])
-    saved["model.norm.weight"] += 1
-    save_file(saved, path / "model.safetensors", {"format": "pt"})
-    assert not run_world(there, 1, str(path), str(tmp_path / "out"))[0]["skipped"]
+def milepost(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["convert", *map(str, arguments)])
+
+
+def test_what_cannot_be_converted_is_said_and_left_alone(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").write_text("dear")
+    cases = [
+        ((home, tmp_path / "out"), "has no config.json; expected a Hugging Face folder"),
+        ((path, home), "is not empty"),
+        ((path, home, "--force"), "is no model folder and --force does not replace it"),
+        ((path, path), "is the input; give another folder"),
+        ((path, tmp_path / "out", "--recipe", "qwen9"), "unknown model 'qwen9'"),
+    ]
+    for arguments, message in cases:
+        done = milepost(*arguments)
+        assert (done.exit_code, message in done.stderr) == (2, True), done.stderr
+    assert [file.name for file in home.iterdir()] == ["thesis.tex"]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"model", "home"}

@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "eval": ("milepost.cli.eval:evaluate", "Evaluate on the held-out sets without training."),
     "report": ("milepost.cli.report:report", "Show runs as one HTML page: curves, timing, samples, config."),
     "export": ("milepost.cli.export:export", "Write a run's policy as a Hugging Face folder."),
+    "convert": ("milepost.cli.convert:convert", "Write a Hugging Face folder in Megatron's format, or back."),
     "logs": ("milepost.cli.logs:logs", "Show the logs of a run's processes."),
     "prepare": ("milepost.cli.prepare:prepare", "Fetch a run's model and data, and try its reward."),
     "plan": ("milepost.cli.plan:plan", "Show the resolved run, and start nothing."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +53,7 @@ def transformer_config(
         "pipeline_model_parallel_size": parallelism.pipeline,
         "context_parallel_size": parallelism.context,
         "expert_model_parallel_size": parallelism.expert,
+        "expert_tensor_parallel_size": 1,
         "sequence_parallel": parallelism.sequence,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -81,7 +82,10 @@ def transformer_config(
     if recompute == "full":
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute == "selective":
-        fields |= {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+        fields |= {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe" if description.transformer.get("num_moe_experts") else "mlp"],
+        }
     return TransformerConfig(**fields)
 
 
@@ -178,11 +182,14 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return {name: columns[name] for name in want}
 
     def canonical_names(self) -> dict[str, str]:
-        """Return each parameter's name, and the name it has in a model that is not pipelined."""
+        """Return each parameter's name, and the name it has in a model without pipeline and expert parallelism."""
         numbers = {index: layer.layer_number - 1 for index, layer in enumerate(self.decoder.layers)}
+        experts = (self.config.num_moe_experts or 0) // self.config.expert_model_parallel_size
+        first = experts * parallel_state.get_expert_model_parallel_rank()
 
         def canonical(name: str) -> str:
-            return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(numbers[int(match[0])]), name)
+            name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(numbers[int(match[0])]), name)
+            return re.sub(r"(?<=\.local_experts\.)\d+", lambda match: str(first + int(match[0])), name)
 
         return {name: canonical(name) for name, _ in self.named_parameters()}
 
@@ -226,10 +233,16 @@ def rules_by_name(description: MegatronModel) -> dict[str, Conversion]:
 
 
 @torch.no_grad()
-def load_hf(pieces: Sequence[PolicyModel], description: MegatronModel, folder: Path) -> None:
+def load_hf(
+    pieces: Sequence[PolicyModel],
+    description: MegatronModel,
+    folder: Path,
+    loaded: Callable[[Tensor], object] = lambda tensor: None,
+) -> None:
     """Fill this rank's pieces from a Hugging Face folder; only what the rank holds is read.
 
-    Raises CheckpointError if a tensor is missing, has another shape, or is one the recipe does not know.
+    `loaded` is called with every parameter that was filled from it. Raises CheckpointError if a tensor is missing, has
+    another shape, or is one the recipe does not know.
     """
     checkpoint = HFCheckpoint(folder)
     rules = rules_by_name(description)
@@ -248,6 +261,7 @@ def load_hf(pieces: Sequence[PolicyModel], description: MegatronModel, folder: P
             rule = rules[EMBEDDING if name == HEAD and name not in rules else name]
             cuts = [checkpoint.read(part.name, rule.cut(part, rank, size)) for part in rule.parts]
             parameter.copy_(rule.merge(cuts, size if rule.split == 0 else 1))
+            loaded(parameter)
 
 
 def _check_names(checkpoint: HFCheckpoint, rules: Mapping[str, Conversion], *, critic: bool) -> None:
