@@ -17,6 +17,7 @@ from milepost.testing.engines import make_weights
 from milepost.weights.transport import EngineInfo, RankInfo, World
 from push_worker import run_engine, run_rank
 
+pytestmark = pytest.mark.takes(30)
 SIZE = sum(tensor.numel() * tensor.element_size() for tensor in make_weights(0).values())
 HELD = 15.0
 """Seconds that a push may wait for a member that does not answer."""
@@ -208,7 +209,7 @@ def test_each_stage_has_a_sender_and_gpus_speak_nccl() -> None:
 
 def test_a_stranger_without_the_token_is_not_heard(site: Site) -> None:
     host, port = site.endpoints[0].removeprefix("tcp://").partition("/")[0].split(":")
-    for greeting in (b"\x00\x00\x00\x02{}", b'\x00\x00\x00\x0f{"token": "abc"}', b"\xff\xff\xff\xff"):
+    for greeting in (b"\x00\x00\x00\x02{}", b'\x00\x00\x00\x10{"token": "abc"}', b"\xff\xff\xff\xff"):
         with socket.create_connection((host, int(port)), timeout=60) as rude:
             rude.sendall(greeting)
             assert rude.recv(1) == b""
