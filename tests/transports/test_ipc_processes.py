@@ -185,9 +185,9 @@ def test_an_engine_that_shares_no_device_is_refused_and_several_are_spread() -> 
     ranks = tuple(RankInfo(r, node=f"n{r // 2}", device=f"GPU-{r}", data=r) for r in range(4))
     infos = [EngineInfo(i, f"unix://n{r // 2}/{i}", (f"GPU-{r}",)) for i, r in enumerate((3, 0))]
     address = IpcTransport(1).open(World(ranks), infos)
-    assert address.details["senders"] == {"0": 3, "1": 0}
+    assert address.details["senders"] == {"0": [3], "1": [0]}
     with pytest.raises(TransportError, match=r"engine 0 on n1 \(GPU-0\) shares no device with a trainer rank"):
         IpcTransport(1).open(World(ranks), [EngineInfo(0, "unix://n1/a", ("GPU-0",))])
     on_cpus = World(tuple(RankInfo(r, node="here", data=r) for r in range(2)))
     engines = [EngineInfo(i, f"unix://here/{i}") for i in range(3)]
-    assert IpcTransport(1).open(on_cpus, engines).details["senders"] == {"0": 0, "1": 1, "2": 0}
+    assert IpcTransport(1).open(on_cpus, engines).details["senders"] == {"0": [0], "1": [1], "2": [0]}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from operator import methodcaller
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from milepost.errors import TransportError
 from milepost.weights.local import PREFIX, LocalReceiver, find_target
 from milepost.weights.sglang import PREFIX as HTTP
@@ -26,6 +29,8 @@ from milepost.weights.transport import (
     digest,
 )
 from torch import Tensor
+
+from milepost_ipc.joint import JointReceiver
 
 
 class IpcTransport:
@@ -46,12 +51,16 @@ class IpcTransport:
         """
         if len({engine.index for engine in engines}) != len(engines):
             raise TransportError(f"engines share an index: {[engine.index for engine in engines]}")
-        senders = {str(engine.index): _choose_rank(world, engine) for engine in engines}
+        senders = {str(engine.index): _choose_ranks(world, engine) for engine in engines}
         return Address("ipc", tuple(engines), world, details={"bucket_bytes": self._bucket_bytes, "senders": senders})
 
     def sender(self, address: Address, rank: int) -> IpcSender:
-        """Return the trainer-rank side."""
-        return IpcSender(address, rank)
+        """Return the trainer-rank side. Where an engine has several GPUs, called on all ranks together."""
+        groups = {}
+        for index, ranks in address.details["senders"].items():
+            if len(ranks) > 1:
+                groups[int(index)] = dist.new_group(sorted(ranks), backend="gloo")
+        return IpcSender(address, rank, groups)
 
     def receiver(self, address: Address, engine: int) -> LocalReceiver | None:
         """Return the engine side: None for an engine of another process, which has its own behind its endpoint.
@@ -63,11 +72,16 @@ class IpcTransport:
 
 
 class IpcSender:
-    """Implements `milepost.weights.transport.Sender`: one rank hands over, the others take part in gathering."""
+    """Implements `milepost.weights.transport.Sender`: one rank hands over to an engine, the others help gathering.
 
-    def __init__(self, address: Address, rank: int) -> None:
+    To an engine of several GPUs the ranks on them hand over together.
+    """
+
+    def __init__(self, address: Address, rank: int, groups: Mapping[int, Any] | None = None) -> None:
+        """`groups` has the process group of each engine that several ranks hand over to."""
         self._address = address
         self._rank = rank
+        self._groups = groups or {}
 
     def push(self, version: int, source: WeightSource, engines: Collection[int] | None = None) -> PushReport:
         """Prepare, hand over and commit on each engine; see `milepost.weights.transport.Sender`.
@@ -80,22 +94,38 @@ class IpcSender:
         if engines is not None:
             infos = tuple(_engine(self._address, index) for index in sorted(set(engines)))
         senders = self._address.details["senders"]
-        infos = tuple(info for info in infos if senders[str(info.index)] == self._rank)
+        infos = tuple(info for info in infos if self._rank in senders[str(info.index)])
         specs = tuple(source.specs())
         if self._address.verify:
             digests = {name: digest(tensor) if infos else None for name, tensor in source.tensors()}
             specs = tuple(replace(spec, digest=digests.get(spec.name)) for spec in specs)
         manifest = Manifest(version, specs)
         with ExitStack() as closing:
-            hands = _Hands(infos, closing)
+            hands = _Hands([partial(self._connect, info, closing) for info in infos])
             hands.do(methodcaller("prepare", manifest))
             for bucket in self._buckets(source):
                 hands.do(methodcaller("receive", bucket))
             hands.raise_failure()
             hands.do(methodcaller("commit", version))
             hands.raise_failure()
-        num_bytes = manifest.num_bytes * len(infos)
-        return PushReport(version, num_bytes, time.perf_counter() - started, tuple(info.index for info in infos))
+        reported = tuple(info.index for info in infos if senders[str(info.index)][0] == self._rank)
+        return PushReport(version, manifest.num_bytes * len(reported), time.perf_counter() - started, reported)
+
+    def _connect(self, info: EngineInfo, closing: ExitStack) -> Receiver:
+        """Return the way to one engine, to be closed with `closing`."""
+        if info.endpoint.startswith(PREFIX):
+            return LocalReceiver(find_target(info.endpoint))
+        device = torch.device("cpu" if info.devices[0].startswith("cpu") else "cuda")
+        if info.index in self._groups:
+            ranks = self._address.details["senders"][str(info.index)]
+            order = [sorted(ranks).index(rank) for rank in ranks]
+            return JointReceiver(info.endpoint, device, self._groups[info.index], order)
+        if info.endpoint.startswith(HTTP):
+            return HttpReceiver(info.endpoint, device, tensor_parallel=info.tensor_parallel)
+        _, path = parse_endpoint(info.endpoint)
+        receiver = SocketReceiver(path, device)
+        closing.callback(receiver.close)
+        return receiver
 
     def _buckets(self, source: WeightSource) -> Iterator[list[tuple[str, Tensor]]]:
         """Group the source's tensors, so that few hand-overs carry many small ones and gathered ones do not pile up."""
@@ -119,12 +149,12 @@ class _Hands:
     The rank has to read its source to the end whatever becomes of its engines: other ranks gather with it.
     """
 
-    def __init__(self, infos: Sequence[EngineInfo], closing: ExitStack) -> None:
+    def __init__(self, connections: Sequence[Callable[[], Receiver]]) -> None:
         self._receivers: list[Receiver] = []
         self._failure: TransportError | None = None
-        for info in infos:
+        for connect in connections:
             try:
-                self._receivers.append(_connect(info, closing))
+                self._receivers.append(connect())
             except TransportError as error:
                 self._failure = self._failure or error
 
@@ -143,17 +173,30 @@ class _Hands:
             raise self._failure
 
 
-def _choose_rank(world: World, engine: EngineInfo) -> int:
-    """Return the rank that hands weights to the engine: one on its device, another for each where there are more."""
+def _choose_ranks(world: World, engine: EngineInfo) -> list[int]:
+    """Return the ranks that hand weights to an engine.
+
+    One on its device, another for each engine where there are more; for an engine of several GPUs one on each of them,
+    in their order.
+    """
     candidates: list[RankInfo] = list(world.ranks)
     if engine.endpoint.startswith((SCHEME, HTTP)):
         node = parse_endpoint(engine.endpoint)[0] if engine.endpoint.startswith(SCHEME) else engine.node
         candidates = [rank for rank in world.ranks if rank.node == node and rank.device in engine.devices]
+        there = {rank.device: rank.rank for rank in reversed(candidates)}
+        remedy = "use another transport, or place them together (cluster.colocate: true)"
         if not candidates:
             raise TransportError(
                 f"engine {engine.index} on {node} ({', '.join(engine.devices)}) shares no device with a trainer rank; "
-                "transport ipc needs that: use another transport, or place them together (cluster.colocate: true)"
+                f"transport ipc needs that: {remedy}"
             )
+        if len(engine.devices) > 1:
+            if missing := [device for device in engine.devices if device not in there]:
+                raise TransportError(
+                    f"engine {engine.index} on {node} has no trainer rank on {', '.join(missing)}; transport ipc needs "
+                    f"one on each of its devices: {remedy}"
+                )
+            return [there[device] for device in engine.devices]
     elif not engine.endpoint.startswith(PREFIX):
         raise TransportError(
             f"transport ipc reaches engines of its own process ({PREFIX}NAME) or node ({SCHEME}NODE/PATH) and SGLang "
@@ -161,20 +204,7 @@ def _choose_rank(world: World, engine: EngineInfo) -> int:
         )
     elif len(candidates) > 1:
         candidates = candidates[:1]
-    return candidates[engine.index % len(candidates)].rank
-
-
-def _connect(info: EngineInfo, closing: ExitStack) -> Receiver:
-    """Return the way to one engine, to be closed with `closing`."""
-    if info.endpoint.startswith(PREFIX):
-        return LocalReceiver(find_target(info.endpoint))
-    device = torch.device("cpu" if info.devices == ("cpu",) else "cuda")
-    if info.endpoint.startswith(HTTP):
-        return HttpReceiver(info.endpoint, device, tensor_parallel=info.tensor_parallel)
-    _, path = parse_endpoint(info.endpoint)
-    receiver = SocketReceiver(path, device)
-    closing.callback(receiver.close)
-    return receiver
+    return [candidates[engine.index % len(candidates)].rank]
 
 
 def _engine(address: Address, index: int) -> EngineInfo:
