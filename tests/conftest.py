@@ -7,12 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from ray_cluster import started
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,6 +50,13 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not out.exists():  # the maker's folder is complete or absent
             subprocess.run([sys.executable, str(maker), "--out", str(out), *settings], check=True, capture_output=True)
     return out
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[str]:
+    """Address of a Ray cluster with room for four ranks, for runs that need none of their own."""
+    with started() as address:
+        yield address
 
 
 @pytest.fixture

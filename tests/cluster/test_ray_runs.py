@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +13,10 @@ import yaml
 from click.testing import CliRunner
 from commands import Command
 from milepost.cli import cli
+from ray_cluster import ray_environment
 from runs import logged, numbers
 
 pytestmark = pytest.mark.takes(80)
-
-CLUSTER = """
-import sys
-import ray
-context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-print(context.address_info["gcs_address"], flush=True)
-sys.stdin.read()
-"""
 
 BROKEN = '''
 """GRPO whose second rank sleeps forever, or raises, at its third step."""
@@ -118,28 +108,6 @@ def folder(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
-    "OMP_NUM_THREADS": "1",
-    # Ray asks for a token on clusters that it starts by itself, and for saying so when one is joined.
-    "RAY_AUTH_MODE": "token",
-}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=ENVIRONMENT,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    yield process.stdout.readline().decode().strip()
-    process.stdin.close()
-    assert process.wait(timeout=60) == 0
-
-
 def start(
     folder: Path,
     run_dir: str,
@@ -148,11 +116,10 @@ def start(
     flags: tuple[str, ...] = (),
     own_group: bool = False,
 ) -> Command:
-    environment = ENVIRONMENT if cluster is None else {**ENVIRONMENT, "RAY_ADDRESS": cluster}
     arguments = ["train", "run.yaml", "--no-progress", "--run-dir", run_dir, *flags]
     for item in sets:
         arguments += ["--set", item]
-    return Command(*arguments, cwd=folder, environment=environment, own_group=own_group)
+    return Command(*arguments, cwd=folder, environment=ray_environment(cluster), own_group=own_group)
 
 
 def process_id(log: Path) -> int:
@@ -160,12 +127,12 @@ def process_id(log: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def finished(folder: Path, cluster: str) -> dict[str, str]:
+def finished(folder: Path, ray_cluster: str) -> dict[str, str]:
     """Name to output of undisturbed runs: inline, and on Ray with one rank and with two."""
     runs = {
         "inline": start(folder, "inline"),
-        "one": start(folder, "one", *RAY, cluster=cluster),
-        "two": start(folder, "two", *TWO_RANKS, cluster=cluster),
+        "one": start(folder, "one", *RAY, cluster=ray_cluster),
+        "two": start(folder, "two", *TWO_RANKS, cluster=ray_cluster),
     }
     outputs = {}
     for name, process in runs.items():
@@ -192,9 +159,9 @@ def test_two_ranks_give_the_same_up_to_rounding(folder: Path, finished: dict[str
 
 
 def test_a_cluster_that_is_named_is_joined_and_the_dashboard_is_spoken_of(
-    cluster: str, finished: dict[str, str]
+    ray_cluster: str, finished: dict[str, str]
 ) -> None:
-    assert f"ray: cluster at {cluster}, " in finished["one"]
+    assert f"ray: cluster at {ray_cluster}, " in finished["one"]
     assert "dashboard" in finished["one"]
     assert "ray:" not in finished["inline"]
 
@@ -210,7 +177,7 @@ def test_every_process_has_a_log(folder: Path, finished: dict[str, str]) -> None
 
 
 def test_a_killed_rank_ends_the_run_and_a_restart_goes_on_with_the_same_numbers(
-    folder: Path, cluster: str, finished: dict[str, str]
+    folder: Path, ray_cluster: str, finished: dict[str, str]
 ) -> None:
     def kill_after(process: Command, step: int) -> int:
         process.wait_until(lambda: logged(folder / "killed", "step", step))
@@ -218,7 +185,7 @@ def test_a_killed_rank_ends_the_run_and_a_restart_goes_on_with_the_same_numbers(
         os.kill(victim, signal.SIGKILL)
         return victim
 
-    process = start(folder, "killed", *TWO_RANKS, cluster=cluster)
+    process = start(folder, "killed", *TWO_RANKS, cluster=ray_cluster)
     victim = kill_after(process, 5)
     code, output = process.finish()
     assert code == 3, output
@@ -238,9 +205,9 @@ def test_a_killed_rank_ends_the_run_and_a_restart_goes_on_with_the_same_numbers(
 
 
 def test_an_engine_that_dies_is_replaced_and_its_requests_run_again(
-    folder: Path, cluster: str, finished: dict[str, str]
+    folder: Path, ray_cluster: str, finished: dict[str, str]
 ) -> None:
-    process = start(folder, "engine-dies", *TWO_RANKS, "rollout.generate=dying:generate", cluster=cluster)
+    process = start(folder, "engine-dies", *TWO_RANKS, "rollout.generate=dying:generate", cluster=ray_cluster)
     code, output = process.finish()
     assert code == 0, output
     events = re.findall(
@@ -277,11 +244,11 @@ def test_a_signal_to_the_process_group_saves_and_stops_a_run_with_a_cluster_of_i
 
 
 def test_a_rank_that_hangs_is_found_and_one_that_fails_is_named(
-    folder: Path, cluster: str, finished: dict[str, str]
+    folder: Path, ray_cluster: str, finished: dict[str, str]
 ) -> None:
     sets = (*TWO_RANKS, "plugins.modules=[broken]", "algorithm.name=broken", "engine.num_engines=2")
-    hanging = start(folder, "hangs", *sets, "algorithm.how=sleep", "cluster.stall_timeout=8", cluster=cluster)
-    failing = start(folder, "fails", *sets, "algorithm.how=raise", cluster=cluster)
+    hanging = start(folder, "hangs", *sets, "algorithm.how=sleep", "cluster.stall_timeout=8", cluster=ray_cluster)
+    failing = start(folder, "fails", *sets, "algorithm.how=raise", cluster=ray_cluster)
     code, output = hanging.finish()
     assert code == 3, output
     assert "did not leave phase 'step actor' within cluster.stall_timeout (8 s)" in output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from commands import Command
+from ray_cluster import ray_environment
 from runs import numbers
 
 pytestmark = pytest.mark.takes(75)
@@ -30,12 +30,11 @@ GRPO = ("algorithm.name=grpo", "algorithm.kl_loss_coef=0.01", "cluster.cpu_ranks
 PPO = ("algorithm.name=ppo", "cluster.cpu_ranks=4", "trainer.pipeline_parallel=2", "trainer.context_parallel=2")
 
 
-def train(folder: Path, run_dir: str, *sets: str) -> list[dict[str, Any]]:
+def train(folder: Path, run_dir: str, cluster: str, *sets: str) -> list[dict[str, Any]]:
     """Run to the end and return every line of metrics.jsonl without wall-clock times."""
     flags = [word for item in sets for word in ("--set", item)]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     command = ["train", "run.yaml", "--no-progress", "--run-dir", run_dir, *flags]
-    code, output = Command(*command, cwd=folder, environment=environment).finish()
+    code, output = Command(*command, cwd=folder, environment=ray_environment(cluster)).finish()
     assert code == 0, output
     return numbers(folder / run_dir)
 
@@ -47,7 +46,7 @@ def parallel(sets: tuple[str, ...]) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("sets", [GRPO, PPO], ids=["grpo-tp2", "ppo-pp2-cp2"])
 def test_megatron_ranks_learn_what_the_torch_trainer_learns(
-    policy: Path, tmp_path: Path, sets: tuple[str, ...]
+    policy: Path, tmp_path: Path, ray_cluster: str, sets: tuple[str, ...]
 ) -> None:
     (tmp_path / "train.jsonl").symlink_to(policy / "train.jsonl")
     shutil.copytree(policy / "model", tmp_path / "model")
@@ -57,8 +56,8 @@ def test_megatron_ranks_learn_what_the_torch_trainer_learns(
     reward = "def score(sample):\n    return sum(map(str.isdigit, sample.text)) / max(1, len(sample.text))\n"
     (tmp_path / "score.py").write_text(reward)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(CONFIG))
-    torch = train(tmp_path, "torch", *(item for item in sets if item not in parallel(sets)))
-    megatron = train(tmp_path, "megatron", *MEGATRON, *sets)
+    torch = train(tmp_path, "torch", ray_cluster, *(item for item in sets if item not in parallel(sets)))
+    megatron = train(tmp_path, "megatron", ray_cluster, *MEGATRON, *sets)
     assert [(line["kind"], line["index"]) for line in megatron] == [(line["kind"], line["index"]) for line in torch]
     for mine, theirs in zip(megatron, torch, strict=True):
         # What the engine and the trainer disagree on is rounding alone, and so is not the same rounding.

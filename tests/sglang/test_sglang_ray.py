@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from click.testing import CliRunner
+from commands import Command
 from milepost.cli import cli
+from ray_cluster import ray_environment
+from runs import lines
 
 Write = Callable[..., Path]
+pytestmark = pytest.mark.takes(90)
 
 KILLING_REWARD = '''
 """The share of digits; while the second rollout is scored, and so still runs, it kills the server of engine 1."""
@@ -126,12 +128,9 @@ def test_a_run_outlives_an_engine_and_a_restart_outlives_a_rank(write_config: Wr
     folder, run_dir = path.parent, path.parent / "run"
     (folder / "score.py").write_text(KILLING_REWARD)
     (folder / "dying.py").write_text(DYING_TRANSPORT)
-    command = [sys.executable, "-m", "milepost", "train", str(path), "--no-progress", "--max-restarts", "1"]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment |= {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "token"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=900)
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
+    command = ["train", path, "--no-progress", "--max-restarts", "1"]
+    code, output = Command(*command, cwd=folder, environment=ray_environment()).finish(timeout=900)
+    assert code == 0, output
 
     # the engine: lost in the second rollout, started again, and filled alone with what the other one served
     assert (folder / "killed-engine").exists()
@@ -144,13 +143,12 @@ def test_a_run_outlives_an_engine_and_a_restart_outlives_a_rank(write_config: Wr
     assert re.search(r"error: trainer-1 \(process \d+\) died in phase 'push'", output), output
     assert "trainer-1: dead" in output and "restart 1 of 1" in output and "resuming after rollout 2" in output
 
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if record["kind"] == "step"]
+    steps = lines(run_dir, "step")
     assert [step["index"] for step in steps] == [0, 1, 2, 3]
     # every sample was drawn from the whole of the weights that the trainer scores it with
     assert max(step["train/log_prob_diff_max"] for step in steps) < 1e-4
     assert all(step["train/grad_norm"] > 0 for step in steps)
-    memory = {key for record in records if record["kind"] == "perf" for key in record if "memory" in key}
+    memory = {key for record in lines(run_dir, "perf") for key in record if "memory" in key}
     phases = ("generate", "sleep", "actor", "offload", "wake", "push", "serve")
     assert memory >= {f"perf/memory_{phase}" for phase in phases}
     assert set(json.loads((run_dir / "summary.json").read_text())["memory_gb"]) >= set(phases)

@@ -101,4 +101,3 @@ def test_options_are_checked_before_anything_starts(write_config: Write, options
     assert done.exit_code == 2, done.output
     assert message in done.output
     assert "Traceback" not in done.output
-    assert not (path.parent / "run").exists()

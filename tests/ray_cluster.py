@@ -1,0 +1,47 @@
+"""A Ray cluster on this machine that several runs may use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+NUM_CPUS = 4
+
+HEAD = f"""
+import sys
+import ray
+context = ray.init(address="local", num_cpus={NUM_CPUS}, include_dashboard=False, log_to_driver=False)
+print(context.address_info["gcs_address"], flush=True)
+sys.stdin.read()
+"""
+
+
+def ray_environment(address: str | None = None) -> dict[str, str]:
+    """Return the environment of a run that joins the cluster at an address, or starts one of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    # Ray asks for a token on clusters that it starts by itself, and for saying so when one is joined.
+    # Its workers have a low priority otherwise, and hardly get a core beside other tests.
+    environment |= {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
+    return environment if address is None else environment | {"RAY_ADDRESS": address}
+
+
+@contextmanager
+def started() -> Iterator[str]:
+    """Start a cluster with `NUM_CPUS` slots for ranks, give its address, and end it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HEAD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ray_environment(),
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    address = process.stdout.readline().strip()
+    assert address, process.stderr.read()
+    yield address
+    process.stdin.close()
+    assert process.wait(timeout=300) == 0
