@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_cases import (
     ALGORITHMS,
     CPU,
@@ -66,6 +67,12 @@ def train(rank: int, folder: str, layout: str, kind: str, budget: int, optimizer
         gradients = {}
     second = trainer.step(role, step, batch)
     weights = dict(trainer.source(role).tensors())
+    # What the pipeline stages would send each by itself is that, every tensor once.
+    staged = {name: tensor.clone() for name, tensor in trainer.source(role).stage_tensors()}
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in staged.items())
+    stages: list[tuple[str, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(stages, tuple(staged))
+    assert sorted(name for stage in set(stages) for name in stage) == sorted(weights)
     if rank == 0:
         torch.save({"gradients": gradients, "weights": weights}, Path(folder) / f"{layout}-{kind}-{count}.pt")
     return {"first": dict(first.metrics), "second": dict(second.metrics), "micro_batches": count}
