@@ -48,10 +48,20 @@ ALGORITHMS = {"clip": Clip, "sequence": Sequence}
 
 def make_checkpoint(path: Path, architecture: str = "qwen3", tied: bool = False, **changes: Any) -> Path:
     """Write a tiny checkpoint whose weights, norms and biases included, all matter."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     kinds: dict[str, Any] = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
     }

@@ -129,10 +129,13 @@ def padded_vocabulary(layout: ModelLayout, cut: Cut) -> int:
 
 
 def stage_parameters(layout: ModelLayout, cut: Cut, stage: int) -> int:
-    """Return the parameters of a rank of a pipeline stage; norms count as if tensor parallelism divided them."""
+    """Return the parameters of a rank of a pipeline stage; norms count as if tensor parallelism divided them.
+
+    Each expert is whole on one rank.
+    """
     dense, experts = layer_parameters(layout)
     layers = layout.num_layers // cut.pipeline
-    total = layers * (dense + experts // cut.expert) // cut.tensor
+    total = layers * (dense // cut.tensor + experts // cut.expert)
     vocabulary = padded_vocabulary(layout, cut) * layout.hidden_size
     if stage == 0:
         total += vocabulary
@@ -214,8 +217,11 @@ def stage_memory(layout: ModelLayout, cut: Cut, load: Load, stage: int) -> RankM
     parameters = stage_parameters(layout, cut, stage)
     moments = 8 if load.adam else 0
     masters = 4 if load.width == 2 else 0
-    # Without Adam nothing is spread.
-    spread = cut.data * cut.context if load.adam else 1
+    # Without Adam nothing is spread. Experts have other ranks to be spread over than all else.
+    experts = layout.num_layers // cut.pipeline * (layer_parameters(layout)[1] // cut.expert)
+    copies = max(1, cut.tensor * cut.data * cut.context // cut.expert)
+    spread, expert_spread = (cut.data * cut.context, copies) if load.adam else (1, 1)
+    state = (moments + masters) * load.trained_roles
     layer = load.tokens * layer_activations(layout, cut, load.width)
     # Gradients of a layer's activations, and the activations themselves where they are computed again.
     recomputed = layer - load.tokens * kept_activations(layout, cut, load.width)
@@ -230,7 +236,7 @@ def stage_memory(layout: ModelLayout, cut: Cut, load: Load, stage: int) -> RankM
         stage=stage,
         weights=load.width * parameters * load.trained_roles,
         gradients=4 * parameters * load.trained_roles,
-        optimizer=-(-(moments + masters) * parameters // spread) * load.trained_roles,
+        optimizer=-(-state * (parameters - experts) // spread) - (-state * experts // expert_spread),
         activations=activations,
         workspace=workspace,
     )

@@ -274,7 +274,7 @@ def check_placement(loaded: Loaded, layout: ModelLayout | None, model: Choice | 
     if engine.backend == "local" and engine.gpus_per_engine > 1:
         found.problem("engine.gpus_per_engine", f"{engine.gpus_per_engine}, but a local engine runs on one device")
     if layout is not None and model is not None:
-        _check_model_split(loaded, layout, model, found)
+        _check_model_split(loaded, layout, model, world, found)
     return Placement(world, max(1, world // model_parallel), engines)
 
 
@@ -310,7 +310,7 @@ def _divide(loaded: Loaded, total: int, found: Findings) -> tuple[int, int]:
     return max(world, 1), engines
 
 
-def _check_model_split(loaded: Loaded, layout: ModelLayout, model: Choice, found: Findings) -> None:
+def _check_model_split(loaded: Loaded, layout: ModelLayout, model: Choice, world: int, found: Findings) -> None:
     """Check that the model can be cut the way the trainer is to cut it."""
     trainer = loaded.config.trainer
     if trainer.backend != "megatron":
@@ -337,6 +337,16 @@ def _check_model_split(loaded: Loaded, layout: ModelLayout, model: Choice, found
     if max(layout.num_experts, 1) % trainer.expert_parallel:
         found.problem(
             "trainer.expert_parallel", f"{trainer.expert_parallel} does not divide {layout.num_experts} experts"
+        )
+    elif world // pipeline % trainer.expert_parallel:
+        found.problem(
+            "trainer.expert_parallel",
+            f"{trainer.expert_parallel} does not divide the {world // pipeline} ranks of a pipeline stage (tensor x "
+            "context x data parallel), which share the experts; choose one that does",
+        )
+    if layout.num_experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
+        found.problem(
+            "trainer.sequence_parallel", "a model with experts needs it under tensor parallelism; set it to true"
         )
 
 

@@ -320,7 +320,7 @@ class TrainerSection(Section):
     context_parallel: Positive = 1
     """GPUs that share each sequence."""
     expert_parallel: Positive = 1
-    """GPUs that share the experts."""
+    """GPUs that share the experts of each layer; must divide the GPUs of a pipeline stage."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel ranks along the sequence."""
     global_batch_size: Positive | None = None

@@ -33,7 +33,8 @@ class Part:
 class Conversion:
     """How one Megatron tensor is made of Hugging Face tensors.
 
-    Raises ValueError if parts of different rank or trailing shape are merged, or blocks do not divide them.
+    Raises ValueError if parts of different rank or trailing shape are merged, blocks do not divide them, or an expert's
+    tensor is split.
     """
 
     megatron: str
@@ -47,6 +48,9 @@ class Conversion:
     None: one block on each rank ([gate up] on every rank)."""
     padded: int | None = None
     """Extent of dimension 0 with padding (the vocabulary's); None for no padding."""
+    expert: int | None = None
+    """The expert, counted from 0 over the whole layer, that the tensor belongs to; only the expert-parallel rank that
+    has that expert holds it, whole. Megatron's name is then that of a model without expert parallelism."""
 
     def __post_init__(self) -> None:
         if len({(len(part.shape), part.shape[1:]) for part in self.parts}) != 1:
@@ -55,6 +59,8 @@ class Conversion:
             raise ValueError(f"{self.megatron}: {self.blocks} blocks do not divide {[p.shape for p in self.parts]}")
         if self.padded is not None and (len(self.parts) > 1 or self.split != 0 or self.padded < self.parts[0].shape[0]):
             raise ValueError(f"{self.megatron}: only one part that is split along 0 can be padded")
+        if self.expert is not None and self.split is not None:
+            raise ValueError(f"{self.megatron}: tensor-parallel ranks do not share an expert, leave split at None")
 
     @property
     def per_layer(self) -> bool:

@@ -60,6 +60,7 @@ def install() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     _replace_random_state()
     _accept_cpu_parameters()
+    _count_on_host()
     _installed = True
 
 
@@ -87,13 +88,32 @@ class _View(types.ModuleType):
         return getattr(self.__dict__["_real"], name)
 
 
+class _InOrder:
+    """A CUDA stream, and an event on one, of a machine that does one thing after the other."""
+
+    def wait_stream(self, stream: _InOrder) -> None:
+        """All that was asked is done."""
+
+    def record_event(self) -> _InOrder:
+        """Return an event that has happened."""
+        return self
+
+    def synchronize(self) -> None:
+        """All that was asked is done."""
+
+
 def _cpu_torch() -> types.ModuleType:
+    stream = _InOrder()
     cuda = _View(
         torch.cuda,
         {
             "current_device": lambda: CPU,
             "synchronize": lambda *args: None,
             "empty_cache": lambda: None,
+            # The dispatcher of experts' tokens copies counts to the host beside its own work.
+            "Stream": lambda *args, **kwargs: stream,
+            "current_stream": lambda *args: stream,
+            "stream": lambda stream: contextlib.nullcontext(),
             "manual_seed": lambda seed: None,  # seeding torch is the caller's
             "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
         },
@@ -145,6 +165,16 @@ def _accept_cpu_parameters() -> None:
 
     optimizers.get_megatron_optimizer = renaming(optimizers.get_megatron_optimizer)
     optimizer.clip_grad_by_total_norm_fp32 = renaming(optimizer.clip_grad_by_total_norm_fp32)
+
+
+def _count_on_host() -> None:
+    """Tokens for each expert are counted in tensors, and sent by counts that came to the host as numpy arrays."""
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = on_host
 
 
 @contextlib.contextmanager

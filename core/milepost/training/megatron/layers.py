@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
@@ -152,6 +153,9 @@ rotate_fused = fused(rotate)
 
 def layer_spec(config: Any) -> ModuleSpec:
     """Return Megatron's local layer with packed attention and this module's norms."""
+    if config.num_moe_experts is not None and not hasattr(moe_utils, "te_general_gemm"):
+        # The router asks for this name, which Megatron defines only where Transformer Engine is.
+        moe_utils.te_general_gemm = None
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )

@@ -23,6 +23,7 @@ class Parallelism:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
+    """Ranks that share the experts of a layer, among all ranks of a pipeline stage; each expert is whole on one."""
     interleave: int = 1
     """Pieces of the model on each pipeline rank (virtual pipeline stages)."""
     sequence: bool = False
@@ -89,12 +90,18 @@ def initialize(parallelism: Parallelism, seed: int) -> None:
     world, size = dist.get_world_size(), parallelism.tensor * parallelism.pipeline * parallelism.context
     if world % size:
         raise ValueError(f"{world} ranks cannot be shared by tensor x pipeline x context parallel = {size}")
+    if world // parallelism.pipeline % parallelism.expert:
+        raise ValueError(
+            f"{world // parallelism.pipeline} ranks of a pipeline stage cannot be shared by {parallelism.expert} "
+            "expert-parallel ranks"
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallelism.tensor,
         pipeline_model_parallel_size=parallelism.pipeline,
         virtual_pipeline_model_parallel_size=parallelism.interleave if parallelism.interleave > 1 else None,
         context_parallel_size=parallelism.context,
         expert_model_parallel_size=parallelism.expert,
+        expert_tensor_parallel_size=1,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 

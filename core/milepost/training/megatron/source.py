@@ -1,4 +1,4 @@
-"""The weights of a Megatron model under Hugging Face names, gathered over tensor and pipeline parallelism."""
+"""The weights of a Megatron model under Hugging Face names, gathered over tensor, pipeline and expert parallelism."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class MegatronSource:
             rules.pop("output_layer.weight", None)
         self._rules: list[Conversion] = list(rules.values())
         self._dtype = dtype
+        self._num_experts = int(description.transformer.get("num_moe_experts") or 0)
         hidden = description.transformer["hidden_size"]
         self._value_head: dict[str, tuple[int, ...]] = {}
         if self._critic:
@@ -56,7 +57,7 @@ class MegatronSource:
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors, gathered over tensor and pipeline parallelism; called on all ranks."""
+        """Yield whole tensors, gathered over tensor, pipeline and expert parallelism; called on all ranks."""
         owners = self._owners()
         for rule in self._rules:
             yield from zip((part.name for part in rule.parts), self._whole(rule, owners[rule.megatron]), strict=True)
@@ -67,7 +68,8 @@ class MegatronSource:
 
     @torch.no_grad()
     def stage_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole tensors that this rank's pipeline stage holds first, gathered over tensor parallelism alone.
+        """Yield the whole tensors that this rank's pipeline stage holds first, gathered over tensor and expert
+        parallelism alone.
 
         Called on all ranks.
         """
@@ -100,10 +102,9 @@ class MegatronSource:
 
     def _owners(self) -> dict[str, int]:
         """Return the first pipeline stage that holds each tensor."""
-        group = parallel_state.get_pipeline_model_parallel_group()
-        stages = dist.get_world_size(group)
-        names: list[list[str]] = [[] for _ in range(stages)]
-        dist.all_gather_object(names, list(self._held), group=group)
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        on_stage = [name for held in _gather(list(self._held), self._expert_group()) for name in held]
+        names = _gather(on_stage, pipeline)
         owners: dict[str, int] = {}
         for stage, held in enumerate(names):
             for name in held:
@@ -120,6 +121,8 @@ class MegatronSource:
 
     def _on_stage(self, rule: Conversion) -> list[Tensor]:
         """Return the whole Hugging Face tensors of a rule, on the ranks of the stage that holds it."""
+        if rule.expert is not None:
+            return self._of_expert(rule, rule.expert)
         size = parallel_state.get_tensor_model_parallel_world_size() if rule.split is not None else 1
         mine = self._held[rule.megatron]
         shards = [mine]
@@ -128,10 +131,36 @@ class MegatronSource:
             dist.all_gather(shards, mine.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
         return rule.join(shards)
 
+    def _of_expert(self, rule: Conversion, expert: int) -> list[Tensor]:
+        """Return the whole Hugging Face tensors of an expert's rule from the expert-parallel rank that has it."""
+        group = self._expert_group()
+        owner = expert * dist.get_world_size(group) // self._num_experts
+        if dist.get_rank(group) == owner:
+            parts = rule.divide(self._held[rule.megatron])
+        else:
+            parts = [torch.empty(part.shape, dtype=self._dtype, device=self._device()) for part in rule.parts]
+        return [_broadcast(part, owner, group) for part in parts]
+
+    @staticmethod
+    def _expert_group() -> dist.ProcessGroup:
+        group: dist.ProcessGroup = parallel_state.get_expert_model_parallel_group()
+        return group
+
     @staticmethod
     def _from_owner(tensor: Tensor, owner: int) -> Tensor:
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if dist.get_world_size(group) > 1:
-            tensor = tensor.contiguous()
-            dist.broadcast(tensor, src=dist.get_global_rank(group, owner), group=group)
-        return tensor
+        return _broadcast(tensor, owner, parallel_state.get_pipeline_model_parallel_group())
+
+
+def _broadcast(tensor: Tensor, owner: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensor of one rank of a group, which is numbered within it, on all its ranks."""
+    if dist.get_world_size(group) > 1:
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, src=dist.get_global_rank(group, owner), group=group)
+    return tensor
+
+
+def _gather(names: list[str], group: dist.ProcessGroup) -> list[list[str]]:
+    """Return the names of every rank of a group."""
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(gathered, names, group=group)
+    return gathered

@@ -337,10 +337,19 @@ class MegatronTrainer:
 def layout_problems(description: MegatronModel, parallelism: Parallelism) -> list[Problem]:
     """Return what of a model the parallelism does not divide."""
     fields = description.transformer
+    experts = fields.get("num_moe_experts")
+    shared = 1 if experts else fields["ffn_hidden_size"]
+    problems = []
+    if parallelism.expert > 1 and not experts:
+        problems.append(Problem("trainer.expert_parallel", f"{parallelism.expert}, but the model has no experts"))
+    if experts and parallelism.tensor > 1 and not parallelism.sequence:
+        problems.append(Problem("trainer.sequence_parallel", "experts with tensor parallelism need it; set it to true"))
     checks: Iterable[tuple[str, str, int, int]] = (
         ("tensor_parallel", "attention heads", fields["num_attention_heads"], parallelism.tensor),
         ("tensor_parallel", "key-value heads", fields["num_query_groups"], parallelism.tensor),
-        ("tensor_parallel", "feed-forward columns", fields["ffn_hidden_size"], parallelism.tensor),
+        # Experts are whole on one rank.
+        ("tensor_parallel", "feed-forward columns", shared, 1 if experts else parallelism.tensor),
+        ("expert_parallel", "experts", experts or parallelism.expert, parallelism.expert),
         ("tensor_parallel", "rows of the padded vocabulary", description.padded_vocab_size, parallelism.tensor),
         ("pipeline_parallel", "layers", fields["num_layers"], parallelism.pipeline),
         (
@@ -350,7 +359,7 @@ def layout_problems(description: MegatronModel, parallelism: Parallelism) -> lis
             parallelism.interleave,
         ),
     )
-    return [
+    return problems + [
         Problem(f"trainer.{key}", f"{size} does not divide the model's {count} {what}; choose one that does")
         for key, what, count, size in checks
         if count % size
