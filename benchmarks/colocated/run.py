@@ -2,6 +2,7 @@
 
     python benchmarks/colocated/run.py [--shape small 4b] [--rollouts 10] [--launcher ray] [--out RESULTS.jsonl]
     python benchmarks/colocated/run.py --shape sums --model FOLDER     # of SmolLM2-135M-Instruct, say
+    python benchmarks/colocated/run.py --shape 4b --layout apart tp2 dp2 pp2     # two GPUs
     python benchmarks/colocated/run.py --shape tiny --device cpu       # the mechanics, anywhere
 
 Each shape is one ordinary `milepost train` on a run config made here; its figures are read from the run's
@@ -12,6 +13,11 @@ metrics.jsonl, medians over all rollouts but the first, which builds kernels and
     4b      Qwen3-4B's dimensions, random weights: 16 x 8 x 2,048. For speed and memory.
     sums    a checkpoint of your own on sums of small numbers: 32 x 8 x 512. The held-out accuracy rises.
     tiny    two small layers, 4 x 4 x 32.
+
+Layouts: `one` GPU; two of them as `tp2`, a tensor-parallel trainer with one engine on both; `dp2`, a data-parallel one
+with two engines; `pp2`, PPO on two pipeline stages with two engines; `apart`, trainer and engine with one each, weights
+sent by `broadcast` (or `--transport p2p`). On a CPU a rank stands for a GPU, and engines have one each. With `--verify`
+every push is verified bit for bit, which costs it its speed. Layouts of two GPUs were run on a CPU alone so far.
 
 The rollout's tokens per second stand beside those of SGLang's own offline engine given the same requests, arguments and
 log-probs (`offline.py`, behind the run). Overhead is the share of an iteration that neither generates nor trains.
@@ -29,6 +35,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +78,15 @@ class Shape:
     heldout: int = 200
     """Held-out problems, one response each; 0 evaluates nothing."""
 
+
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "one": {},
+    "tp2": {"trainer": {"tensor_parallel": 2}, "engine": {"gpus_per_engine": 2}},
+    "dp2": {"engine": {"num_engines": 2}},
+    "pp2": {"trainer": {"pipeline_parallel": 2}, "engine": {"num_engines": 2}, "algorithm": {"name": "ppo"}},
+    "apart": {"engine": {"num_engines": 1}, "cluster": {"colocate": False}},
+}
+"""What a layout says beside the rest."""
 
 SHAPES = {
     "small": Shape(
@@ -165,12 +181,15 @@ def engine_options(device: str, requests: int) -> dict[str, Any]:
     }
 
 
-def run_config(shape: Shape, model: Path, options: argparse.Namespace, launcher: str) -> dict[str, Any]:
+def run_config(shape: Shape, model: Path, options: argparse.Namespace, launcher: str, layout: str) -> dict[str, Any]:
     """Return the run config of a shape; paths are relative to its folder."""
     on_gpu = options.device == "cuda"
     requests = min(256, shape.prompts * shape.samples)
     heldout = {"name": "heldout", "path": "heldout.jsonl", "temperature": 1.0}
-    return {
+    gpus = 1 if layout == "one" else 2
+    ranks = 1 if layout == "apart" else gpus
+    transport = {"name": "ipc", "bucket_mb": options.bucket_mb} if layout != "apart" else {"name": options.transport}
+    config: dict[str, dict[str, Any]] = {
         "run": {"dir": "run", "device": options.device, **({} if on_gpu else {"threads": 1})},
         "model": {"path": str(model)},
         "data": {"path": "train.jsonl", "chat_template": True},
@@ -195,11 +214,16 @@ def run_config(shape: Shape, model: Path, options: argparse.Namespace, launcher:
             "max_running_requests": requests,
             "options": engine_options(options.device, requests),
         },
-        "transport": {"name": "ipc", "bucket_mb": options.bucket_mb},
-        "cluster": {"launcher": launcher, "gpus_per_node": int(on_gpu)},
+        "transport": {**transport, "verify": options.verify},
+        "cluster": {"launcher": launcher, **({"gpus_per_node": gpus} if on_gpu else {"cpu_ranks": ranks})},
         "checkpoint": {"save_last": False},
         "eval": {"interval": options.rollouts, "datasets": [heldout] if shape.heldout else []},
     }
+    for section, values in LAYOUTS[layout].items():
+        config[section] |= values
+    if not on_gpu:
+        config["engine"].pop("gpus_per_engine", None)
+    return config
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
@@ -215,11 +239,13 @@ def summarise(lines: list[dict[str, Any]], weights: int, shape: Shape) -> dict[s
             rollouts.setdefault(line["index"], {}).update(line)
 
     def median(name: str) -> float:
-        return statistics.median(found[name] for index, found in rollouts.items() if index > 0 and name in found)
+        found = [metrics[name] for index, metrics in rollouts.items() if index > 0 and name in metrics]
+        return statistics.median(found) if found else 0.0  # engines apart neither sleep nor wake
 
     events = {name: median(f"perf/{name}_time") for name in EVENTS}
     busy = [
-        (found["perf/rollout_time"] + found["perf/actor_train_time"]) / found["perf/iteration_time"]
+        sum(found.get(f"perf/{name}_time", 0.0) for name in ("rollout", "critic_train", "actor_train"))
+        / found["perf/iteration_time"]
         for index, found in rollouts.items()
         if index > 0 and "perf/iteration_time" in found
     ]
@@ -239,7 +265,7 @@ def summarise(lines: list[dict[str, Any]], weights: int, shape: Shape) -> dict[s
     }
 
 
-def measure(name: str, launcher: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(name: str, launcher: str, layout: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run a shape, then SGLang alone on its requests."""
     shape = SHAPES[name]
     folder.mkdir()
@@ -250,12 +276,12 @@ def measure(name: str, launcher: str, options: argparse.Namespace, folder: Path)
     write_problems(folder / "heldout.jsonl", shape.heldout, seed=2)
     (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
     config = folder / "run.yaml"
-    config.write_text(yaml.safe_dump(run_config(shape, model, options, launcher)), encoding="utf-8")
+    config.write_text(yaml.safe_dump(run_config(shape, model, options, launcher, layout)), encoding="utf-8")
     subprocess.run([sys.executable, "-m", "milepost", "train", str(config), "--no-progress"], check=True)
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    result: dict[str, Any] = {"shape": name, "launcher": launcher}
+    result: dict[str, Any] = {"shape": name, "launcher": launcher, "layout": layout}
     result |= summarise(read(folder / "run"), weights, shape)
-    if options.offline:
+    if options.offline and layout == "one":
         command = [sys.executable, str(HERE / "offline.py"), str(config)]
         environment = server_environment(options.device)
         answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
@@ -268,6 +294,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", default=["small", "4b"], choices=sorted(SHAPES))
     parser.add_argument("--launcher", nargs="+", default=["ray"], choices=("inline", "ray"))
+    parser.add_argument("--layout", nargs="+", default=["one"], choices=sorted(LAYOUTS))
+    parser.add_argument("--transport", default="broadcast", choices=("broadcast", "p2p"), help="of the layout `apart`")
+    parser.add_argument("--verify", action="store_true", help="transport.verify: true")
     parser.add_argument("--rollouts", type=int, default=10)
     parser.add_argument("--model", help="checkpoint of the shape `sums`")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
@@ -284,13 +313,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         work = options.work or Path(scratch)
         work.mkdir(parents=True, exist_ok=True)
-        for name in options.shape:
-            for launcher in options.launcher:
-                result = measure(name, launcher, options, work / f"{name}-{launcher}")
-                print(json.dumps(result), flush=True)
-                if options.out is not None:
-                    with options.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(result) + "\n")
+        for name, launcher, layout in product(options.shape, options.launcher, options.layout):
+            result = measure(name, launcher, layout, options, work / f"{name}-{launcher}-{layout}")
+            print(json.dumps(result), flush=True)
+            if options.out is not None:
+                with options.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":
