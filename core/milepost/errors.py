@@ -52,6 +52,10 @@ class CheckpointError(MilepostError):
     """A checkpoint is missing, incomplete or belongs to another run."""
 
 
+class ClusterError(MilepostError):
+    """A cluster cannot be reached, or does not take what it is sent."""
+
+
 class TransportError(MilepostError):
     """A weight push did not go through; the engines it concerns are fenced."""
 

@@ -25,6 +25,7 @@ INTERRUPTED = 130
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "train": ("milepost.cli.train:train", "Train a policy as a run config says."),
+    "submit": ("milepost.cli.submit:submit", "Train on a Ray cluster, as one of its jobs."),
     "eval": ("milepost.cli.eval:evaluate", "Evaluate on the held-out sets without training."),
     "report": ("milepost.cli.report:report", "Show runs as one HTML page: curves, timing, samples, config."),
     "export": ("milepost.cli.export:export", "Write a run's policy as a Hugging Face folder."),
