@@ -267,15 +267,6 @@ def test_config_show_and_schema(project: Path) -> None:
     assert "rollout" in schema["properties"]
 
 
-def test_train_refuses_what_cannot_be_run_yet(project: Path) -> None:
-    sets = ("--set", "engine.backend=sglang", "--set", "cluster.launcher=ray")
-    assert invoke("plan", "good.yaml", *sets).exit_code == 0
-    result = invoke("train", "good.yaml", *sets)
-    assert result.exit_code == 2
-    assert "engine.backend: 'sglang' runs beside cluster.launcher: inline in this version" in result.stderr
-    assert not (project / "runs").exists()
-
-
 def failing(error: BaseException) -> LazyGroup:
     """Return the root command with one command that raises, where `plan` would be found."""
 

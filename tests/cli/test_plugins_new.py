@@ -102,7 +102,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     "architecture", ["GPT2LMHeadModel", "Phi3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2ForCausalLM"]
 )
 def test_the_layout_of_a_family_counts_every_parameter(architecture: str, tmp_path: Path) -> None:
-    registry = Registry.load(block=["qwen2"])
+    registry = Registry.load(block=["qwen2", "qwen3_moe"])
     path = write_config(tmp_path, architecture)
     new_plugin("model", "acme-model", tmp_path / "out", registry=registry, config=path)
     forked("pytest", "-q", "-k", "size", "-p", "no:cacheprovider", cwd=tmp_path / "out")

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 from milepost.registry import Provided, Registry
 from milepost.testing.plugins import Settings, check_component, check_record
+from mooncake_here import has_mooncake
 
 REGISTRY = Registry.load()
 OURS = [record for record in REGISTRY.plugins if record.distribution == "milepost"]
 COMPONENTS = [item for record in OURS for item in record.components]
-try:
-    import mooncake.engine  # noqa: F401
-except ImportError:
+if not has_mooncake():
     # Its libraries come from the system's package manager. tests/transports asks for the message then.
     COMPONENTS = [item for item in COMPONENTS if item.name != "p2p"]
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from copy import copy
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -17,12 +19,16 @@ from milepost.weights.transport import Address, Manifest, PushReport
 class Plain:
     """A sound transport that others here break in one place each."""
 
+    address: Address
+    rank: int
+
     def open(self, world: Any, engines: Any) -> Address:
         return Address("plain", tuple(engines), world)
 
     def sender(self, address: Address, rank: int) -> Any:
-        self.address, self.rank = address, rank
-        return self
+        made = copy(self)  # ranks push at the same time
+        made.address, made.rank = address, rank
+        return made
 
     def receiver(self, address: Address, engine: int) -> Any:
         return None
@@ -91,10 +97,17 @@ class Idle(Plain):
 
 
 class Twice(Plain):
-    """Every rank sends to every engine."""
+    """Every rank sends to every engine, one after the other."""
+
+    def __init__(self) -> None:
+        self.turn = Lock()
 
     def sender(self, address: Address, rank: int) -> Any:
         return super().sender(address, 0)
+
+    def push(self, version: int, source: Any, engines: Any = None) -> PushReport:
+        with self.turn:
+            return super().push(version, source, engines)
 
 
 class Swallowing(Plain):

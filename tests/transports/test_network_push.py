@@ -15,6 +15,7 @@ import pytest
 from milepost.errors import TransportError
 from milepost.testing.engines import make_weights
 from milepost.weights.transport import EngineInfo, RankInfo, World
+from mooncake_here import has_mooncake
 from push_worker import run_engine, run_rank
 
 pytestmark = pytest.mark.takes(30)
@@ -158,15 +159,6 @@ def test_a_sender_that_dies_leaves_engines_fenced_until_a_whole_push(site: Site)
     site.open("broadcast")
     assert site.push(3) == [sent(0, 1), sent()]
     assert site.states() == [3, 3]
-
-
-def has_mooncake() -> bool:
-    """Whether Mooncake and the libraries of the system that it needs are here."""
-    try:
-        import mooncake.engine  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def test_p2p_writes_to_engines_of_other_processes_or_says_what_is_missing(site: Site) -> None:
