@@ -13,8 +13,9 @@ NUM_CPUS = 4
 HEAD = f"""
 import sys
 import ray
-context = ray.init(address="local", num_cpus={NUM_CPUS}, include_dashboard=False, log_to_driver=False)
-print(context.address_info["gcs_address"], flush=True)
+dashboard = "--dashboard" in sys.argv
+context = ray.init(address="local", num_cpus={NUM_CPUS}, include_dashboard=dashboard, log_to_driver=False)
+print(context.dashboard_url if dashboard else context.address_info["gcs_address"], flush=True)
 sys.stdin.read()
 """
 
@@ -29,10 +30,10 @@ def ray_environment(address: str | None = None) -> dict[str, str]:
 
 
 @contextmanager
-def started() -> Iterator[str]:
-    """Start a cluster with `NUM_CPUS` slots for ranks, give its address, and end it."""
+def started(*, dashboard: bool = False) -> Iterator[str]:
+    """Start a cluster with `NUM_CPUS` slots for ranks, give its address or that of its dashboard, and end it."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HEAD],
+        [sys.executable, "-c", HEAD, *(["--dashboard"] if dashboard else [])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
