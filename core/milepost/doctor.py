@@ -74,6 +74,8 @@ class Facts:
     """CUDA version torch was built for; None for a CPU build or no torch."""
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
+    gpu_error: str | None = None
+    """Why the driver could not be asked for GPUs."""
     shm_free_bytes: int | None = None
     """None where there is no /dev/shm."""
     disk_free_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -102,12 +104,14 @@ class Finding:
     """What to do; empty where nothing needs to be done."""
 
 
+SMI_SECONDS: Final = 60.0
+LIBRARY_FOLDERS: Final = ("/usr/lib", "/usr/lib64", "/usr/local/lib")
 WATCHED_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
 
 
 def collect(folder: Path) -> Facts:
     """Look at this environment and machine; `folder` is where runs are written."""
-    gpus, driver = _gpus()
+    gpus, driver, gpu_error = _gpus()
     verbs = Path("/sys/class/infiniband")
     shm = Path("/dev/shm")
     return Facts(
@@ -117,6 +121,7 @@ def collect(folder: Path) -> Facts:
         torch_cuda=_torch_cuda(),
         gpus=gpus,
         driver=driver,
+        gpu_error=gpu_error,
         shm_free_bytes=shutil.disk_usage(shm).free if shm.is_dir() else None,
         disk_free_bytes={str(path): shutil.disk_usage(path).free for path in (folder, Path(tempfile.gettempdir()))},
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -124,7 +129,7 @@ def collect(folder: Path) -> Facts:
         host_error=_host_error(),
         rdma_devices=tuple(sorted(path.name for path in verbs.iterdir())) if verbs.is_dir() else (),
         missing_libraries=tuple(name for name in MOONCAKE_LIBRARIES if not _has_library(name)),
-        has_ibverbs=bool(list(Path("/usr/lib").glob("**/libibverbs.so.1"))),
+        has_ibverbs=_has_library("libibverbs.so.1"),
         environment={name: os.environ[name] for name in WATCHED_VARIABLES if name in os.environ},
     )
 
@@ -174,7 +179,8 @@ def _torch(facts: Facts) -> Iterator[Finding]:
             "torch",
             "problem",
             f"torchvision {vision} belongs to another torch than {version}, and transformers fails to import with it",
-            f"install torchvision {wanted} of the same build, or uninstall it: milepost does not need it",
+            f"install torchvision {wanted} of the same build"
+            + ("" if "sglang" in facts.versions else ", or uninstall it: milepost does not need it"),
         )
 
 
@@ -221,7 +227,7 @@ def _sglang(facts: Facts) -> Iterator[Finding]:
         return
     for name in ("torch", "sglang-kernel", "flashinfer-python"):
         wanted, installed = facts.pins.get(name), facts.versions.get(name)
-        if wanted is not None and (installed is None or release(installed) != release(wanted)):
+        if wanted is not None and (installed is None or installed.partition("+")[0] != wanted):
             yield Finding(
                 "sglang",
                 "problem",
@@ -292,6 +298,10 @@ def _ray(facts: Facts) -> Iterator[Finding]:
 
 
 def _gpu(facts: Facts) -> Iterator[Finding]:
+    if facts.gpu_error is not None:
+        remedy = "see `dmesg` for the driver's errors; a reload of the driver or a restart of the machine may help"
+        yield Finding("gpu", "problem", facts.gpu_error, remedy)
+        return
     if not facts.gpus:
         yield Finding("gpu", "note", "no GPU is visible (nvidia-smi lists none); everything runs on the CPU")
         return
@@ -397,7 +407,7 @@ def _mooncake(facts: Facts) -> Iterator[Finding]:
 
 
 def _has_library(name: str) -> bool:
-    return any(True for _ in Path("/usr/lib").glob(f"**/{name}*"))
+    return any(True for folder in LIBRARY_FOLDERS for _ in Path(folder).glob(f"**/{name}*"))
 
 
 def _disk(facts: Facts) -> Iterator[Finding]:
@@ -460,15 +470,18 @@ def _torch_cuda() -> str | None:
     return found[1] if found else None
 
 
-def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
-    """Ask nvidia-smi for the GPUs and the driver."""
+def _gpus() -> tuple[tuple[Gpu, ...], str | None, str | None]:
+    """Ask nvidia-smi for the GPUs and the driver; the third says why it could not be asked."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return (), None
+        return (), None, None
     query = "--query-gpu=name,memory.total,memory.used,driver_version"
     asked = [program, query, "--format=csv,noheader,nounits"]
-    listing = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
-    return parse_gpus(listing.stdout if listing.returncode == 0 else "")
+    try:
+        listing = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=SMI_SECONDS)
+    except subprocess.TimeoutExpired:
+        return (), None, f"nvidia-smi did not answer within {SMI_SECONDS:g} s: the driver hangs"
+    return *parse_gpus(listing.stdout if listing.returncode == 0 else ""), None
 
 
 def parse_gpus(listing: str) -> tuple[tuple[Gpu, ...], str | None]:

@@ -71,6 +71,13 @@ def test_a_laptop_and_a_node_that_are_in_order_have_no_problem() -> None:
         (with_versions(NODE, transformers="5.17.0"), "transformers", "needs exactly 5.12.1", "transformers==5.12.1"),
         (with_versions(NODE, torch="2.13.0"), "sglang", "needs torch 2.11.0, installed is 2.13.0", "torch==2.11.0"),
         (with_versions(NODE, sglang_kernel=None), "sglang", "needs sglang-kernel 0.4.5, installed is none", "0.4.5"),
+        (
+            with_versions(NODE, sglang_kernel="0.4.1"),
+            "sglang",
+            "needs sglang-kernel 0.4.5, installed is 0.4.1",
+            "0.4.5",
+        ),
+        (replace(NODE, gpus=(), driver=None, torch_cuda=None, gpu_error="it hangs"), "gpu", "it hangs", "dmesg"),
         (with_versions(NODE, aiohttp=None), "sglang", "aiohttp is not installed", "pip install aiohttp"),
         (
             with_versions(NODE, torch_memory_saver=None),
