@@ -30,3 +30,26 @@ def model(tmp_path: Path) -> Path:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "data_parallel", "steps", "critic"),
+    [("qwen3-4b-grpo", 8, 4, 1, False), ("qwen3-4b-ppo", 4, 1, 2, True)],
+)
+def test_recipes_can_be_planned(
+    model: Path, name: str, ranks: int, data_parallel: int, steps: int, critic: bool
+) -> None:
+    """GRPO: 8 GPUs / TP2, 32 x 8 = one step of 256. PPO: 4 GPUs / (PP2 x CP2), 8 x 8 = two steps of 32."""
+    (model / "data.jsonl").write_text('{"prompt": "1+1", "label": "2", "reward_model": {"ground_truth": "2"}}\n')
+    data = str(model / "data.jsonl")
+    heldout = f"[{{name: aime24, path: {data}, label: label}}]"
+    sets = [f"model.path={model}", f"data.path={data}", f"eval.datasets={heldout}"]
+    plan = make_plan(load_config([EXAMPLES / f"{name}.yaml"], sets))
+    assert (plan.world_size, plan.data_parallel, plan.steps_per_rollout, plan.needs_critic) == (
+        ranks,
+        data_parallel,
+        steps,
+        critic,
+    )
+    assert plan.transport.name == "ipc"
+    assert not [warning for warning in plan.warnings if "memory" in warning or "GiB" in warning]
