@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,19 @@ from milepost.config.loading import load_config
 from milepost.config.plan import make_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 23,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture
@@ -53,3 +67,21 @@ def test_recipes_can_be_planned(
     )
     assert plan.transport.name == "ipc"
     assert not [warning for warning in plan.warnings if "memory" in warning or "GiB" in warning]
+
+
+@pytest.mark.parametrize(("name", "ranks", "engines"), [("qwen3-4b-grpo", 2, 2), ("qwen3-4b-ppo", 4, 1)])
+def test_their_twins_for_a_cpu_can_be_planned(tmp_path: Path, name: str, ranks: int, engines: int) -> None:
+    model = tmp_path / "quickstart-4" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(TINY))
+    for data in ("train.jsonl", "heldout.jsonl"):
+        (model.parent / data).write_text('{"prompt": "1+1", "label": "2"}\n')
+    copy = shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("third-party"))
+    plan = make_plan(load_config([copy / f"{name}.yaml", copy / "cpu" / f"{name}.yaml"]))
+    assert (plan.world_size, plan.config.engine.num_engines) == (ranks, engines)
+    assert (plan.config.engine.backend, plan.config.trainer.backend, plan.transport.name) == (
+        "sglang",
+        "megatron",
+        "ipc",
+    )
+    assert plan.config.run.device == "cpu"
