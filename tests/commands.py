@@ -8,7 +8,6 @@ is the seed of hashes; test_kills.py has runs that do not.
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import runpy
 import shutil
@@ -18,12 +17,11 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from functools import cache
 from multiprocessing import resource_tracker
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-PRELOADED = ("milepost.loop", "milepost.cli.train", "transformers.models.qwen3.modeling_qwen3")
+from forked import forked
+
 TESTS = Path(__file__).parent
 
 
@@ -43,7 +41,7 @@ class Command:
         self._folder = Path(tempfile.mkdtemp(prefix="milepost-command-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         given = dict(os.environ if environment is None else environment) | {"OMP_NUM_THREADS": "1"}
-        self._process = _context().Process(target=_run, args=(self._words, cwd, given, self._folder, own_group))
+        self._process = forked().Process(target=_run, args=(self._words, cwd, given, self._folder, own_group))
         self._process.start()
 
     @property
@@ -71,7 +69,7 @@ class Command:
         """What it has printed so far: stdout, then stderr."""
         return self.stdout + self.stderr
 
-    def finish(self, timeout: float = 600) -> tuple[int, str]:
+    def finish(self, timeout: float = 240) -> tuple[int, str]:
         """Wait for its end; return its exit code and all of its output.
 
         Kills it and fails the test, with what it printed, after `timeout` seconds.
@@ -83,7 +81,7 @@ class Command:
             raise AssertionError(f"{self._words} did not end in {timeout:g} s; its output:\n{self.output}")
         return code, self.output
 
-    def wait_until(self, condition: Callable[[], object], timeout: float = 600) -> None:
+    def wait_until(self, condition: Callable[[], object], timeout: float = 240) -> None:
         """Wait until `condition()` holds. Fails the test, with what the command printed, if it ends before that.
 
         Kills it and fails the test after `timeout` seconds.
@@ -108,13 +106,6 @@ class Command:
     def _printed(self, stream: str) -> str:
         path = self._folder / stream
         return path.read_text(errors="replace") if path.exists() else ""
-
-
-@cache
-def _context() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    return context
 
 
 def _run(

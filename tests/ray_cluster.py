@@ -11,8 +11,12 @@ from contextlib import contextmanager
 NUM_CPUS = 4
 
 HEAD = f"""
+import functools
 import sys
 import ray
+import ray._private.parameter as parameter
+# One agent on a machine gets the port that all ask for; what it serves, jobs, is refused by the others.
+parameter.RayParams = functools.partial(parameter.RayParams, dashboard_agent_listen_port=0)
 dashboard = "--dashboard" in sys.argv
 context = ray.init(address="local", num_cpus={NUM_CPUS}, include_dashboard=dashboard, log_to_driver=False)
 print(context.dashboard_url if dashboard else context.address_info["gcs_address"], flush=True)
@@ -45,4 +49,4 @@ def started(*, dashboard: bool = False) -> Iterator[str]:
     assert address, process.stderr.read()
     yield address
     process.stdin.close()
-    assert process.wait(timeout=300) == 0
+    assert process.wait(timeout=120) == 0

@@ -38,7 +38,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     processes = [
         subprocess.Popen([sys.executable, str(WORKER), str(model), str(folder), str(rank)]) for rank in range(2)
     ]
-    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
     return folder
 
 

@@ -110,6 +110,29 @@ def test_an_address_that_takes_no_jobs_is_one_message() -> None:
             JobClient(f"http://127.0.0.1:{port}")
 
 
+def test_a_cluster_that_is_just_starting_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = ["No available agent to submit job, please try again later.", "No available agent", "No space left"]
+    asked: list[str] = []
+
+    def submit_job(entrypoint: str, **_: object) -> str:
+        asked.append(entrypoint)
+        if answers:
+            raise RuntimeError(f"Request failed with status code 500: {answers.pop(0)}")
+        return "job-7"
+
+    client = JobClient.__new__(JobClient)
+    client.address, client._client = "http://10.0.0.1:8265", SimpleNamespace(submit_job=submit_job)
+    monkeypatch.setattr(submission, "POLL_SECONDS", 0)
+    with pytest.raises(ClusterError, match=r"10.0.0.1:8265 refused: .*No space left"):
+        client.submit("train", tmp_path)
+    assert asked == ["train"] * 3
+    assert client.submit("train", tmp_path) == "job-7"
+    answers.append("No available agent to submit job")
+    monkeypatch.setattr(submission, "AGENT_SECONDS", -1)
+    with pytest.raises(ClusterError, match=r"has no agent that takes jobs; .* --dashboard-agent-listen-port=PORT"):
+        client.submit("train", tmp_path)
+
+
 def test_missing_parts_of_ray_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "find_spec", lambda name: None if name == "aiohttp" else SimpleNamespace())
     with pytest.raises(ClusterError, match=r"needs aiohttp, not installed here; pip install 'ray\[default\]'"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import queue
 import tempfile
@@ -13,15 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# Imported once, by the process that ranks are forked from; imports cost more than all else.
-PRELOAD = [
-    "torch",
-    "transformers",
-    "megatron.core.dist_checkpointing",
-    "milepost.training.megatron.trainer",
-    "milepost_qwen3.recipe",
-    "transformers.models.qwen3.modeling_qwen3",
-]
+from forked import forked
+
 TIMEOUT = 90.0
 
 
@@ -49,9 +41,8 @@ def run_world(function: Callable[..., Any], world: int, *args: Any) -> list[Any]
 
     The function is one of a module; results are plain data. Raises AssertionError with the first rank's traceback.
     """
-    context = multiprocessing.get_context("forkserver")
     os.environ["OMP_NUM_THREADS"] = "1"
-    context.set_forkserver_preload(PRELOAD)
+    context = forked()
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_vpp2": (2, {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}),
     "dp2": (2, {}),
     "cp2": (2, {"context_parallel": 2}),
+    "ep2": (2, {"expert_parallel": 2}),
+    "ep2_tp2": (2, {"expert_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}),
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 2,
+    "pad_token_id": None,
 }
 OPTIMIZER = {"name": "adam", "lr": 0.02, "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 1.0, "warmup_steps": 5}
 
@@ -27,10 +38,13 @@ def make_trainer(
 ) -> Any:
     from milepost.training.megatron.trainer import MegatronTrainer
     from milepost_qwen3.recipe import Qwen3Recipe
+    from milepost_qwen3_moe.recipe import Qwen3MoeRecipe
 
     world, section = LAYOUTS[layout]
     plan = make_plan(path, world=world, trainer=section, critic=True, **{"optimizer": OPTIMIZER, **sections})
-    return MegatronTrainer(plan, recipe=Qwen3Recipe(), algorithm=Clip(), device=CPU, dtype=dtype)
+    has_experts = "num_experts" in json.loads((path / "config.json").read_text())
+    recipe = Qwen3MoeRecipe() if has_experts else Qwen3Recipe()
+    return MegatronTrainer(plan, recipe=recipe, algorithm=Clip(), device=CPU, dtype=dtype)
 
 
 def steps(trainer: Any, layout: str, count: int) -> list[dict[str, float]]:
@@ -99,8 +113,8 @@ def start_from(rank: int, path: str, saved: str) -> dict[str, float]:
     return {"far": far, "lr": steps(trainer, "single", 1)[0]["lr"]}
 
 
-def _folder(tmp_path: Path, tied: bool, *saved: str) -> Path:
-    make_checkpoint(tmp_path / "model", tied=tied)
+def _folder(tmp_path: Path, tied: bool, *saved: str, architecture: str = "qwen3", **changes: Any) -> Path:
+    make_checkpoint(tmp_path / "model", architecture, tied=tied, **changes)
     for name in saved:
         (tmp_path / name).mkdir()
     return tmp_path
@@ -120,7 +134,7 @@ def _check(folder: Path, saved: str, layout: str, dtype: torch.dtype = torch.flo
 def test_one_rank_to_all_layouts(tmp_path: Path) -> None:
     folder = _folder(tmp_path, True, "single")
     run_world(save_and_go_on, 1, str(folder), "single", torch.float32)
-    for layout in LAYOUTS:
+    for layout in ("single", "tp2_sp", "pp2", "pp2_vpp2", "dp2", "cp2"):
         _check(folder, "single", layout)
     error = run_world(load_fails, 1, str(folder), "single")[0]
     assert "is of optimizer 'adam', this run's is 'sgd'" in error
@@ -133,6 +147,14 @@ def test_layouts_to_one_rank(tmp_path: Path, saved: str) -> None:
     folder = _folder(tmp_path, False, saved)
     run_world(save_and_go_on, 2, str(folder), saved, torch.float32)
     _check(folder, saved, "single")
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("single", ["ep2", "ep2_tp2"]), ("ep2", ["single"])])
+def test_experts_from_layout_to_layout(tmp_path: Path, saved: str, loaded: list[str]) -> None:
+    folder = _folder(tmp_path, False, saved, architecture="qwen3_moe", **EXPERTS)
+    run_world(save_and_go_on, LAYOUTS[saved][0], str(folder), saved, torch.float32)
+    for layout in loaded:
+        _check(folder, saved, layout)
 
 
 def test_bfloat16_keeps_its_float32_masters(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def milepost(site: Path, *arguments: str | Path, cwd: Path | None = None) -> sub
     """Run the command line with the distributions of `site` installed beside milepost."""
     words = [sys.executable, "-c", "from milepost.cli import main; main()", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    return subprocess.run(words, capture_output=True, text=True, check=False, env=environment, cwd=cwd, timeout=300)
+    return subprocess.run(words, capture_output=True, text=True, check=False, env=environment, cwd=cwd, timeout=120)
 
 
 @pytest.fixture

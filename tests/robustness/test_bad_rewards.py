@@ -17,7 +17,7 @@ class Started(Command):
     """As much of a `subprocess.Popen` as the script asks of its runs."""
 
     def wait(self, timeout: float | None = None) -> int:
-        return self.finish(timeout=600)[0]
+        return self.finish(timeout=240)[0]
 
 
 def start(config: Path, run_dir: Path) -> Started:

@@ -97,7 +97,7 @@ def test_a_full_disk_is_one_message_and_the_run_goes_on_afterwards(write_config:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
         process = start_fresh(path, preexec_fn=small_files)
-        errors = checked(process.communicate(timeout=600)[1])
+        errors = checked(process.communicate(timeout=240)[1])
         assert process.returncode == 1, errors
         assert errors.count("error: ") == 1
         assert "File too large, so the run stopped; make room there." in errors
@@ -115,7 +115,7 @@ def test_a_reader_that_goes_away_ends_the_run_with_one_message(write_config: Wri
     process.stdout.readline()
     process.stdout.close()
     errors = process.stderr.read()
-    assert process.wait(timeout=600) == 1
+    assert process.wait(timeout=240) == 1
     assert errors.startswith("error: nobody reads stdout any more, so the run stopped")
     assert len(errors.splitlines()) == 1
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import multiprocessing
 import pickle
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import forked
 from milepost.errors import TransportError
 from milepost.rollout.sglang.receiver import load
 from milepost.weights.transport import EngineInfo, RankInfo, TensorSpec, World
@@ -110,14 +110,14 @@ def test_the_ranks_on_an_engines_devices_push_together(
     served: tuple[str, list[Half], list[Any]], tmp_path: Path
 ) -> None:
     endpoint, models, told = served
-    context = multiprocessing.get_context("spawn")
+    context = forked()
     results = context.Queue()
     ranks = [
         context.Process(target=rank_main, args=(rank, endpoint, str(tmp_path / "meeting"), results)) for rank in (0, 1)
     ]
     for process in ranks:
         process.start()
-    said = dict(results.get(timeout=300) for _ in ranks)
+    said = dict(results.get(timeout=120) for _ in ranks)
     for process in ranks:
         process.kill()  # it has said all it had to
         process.join()

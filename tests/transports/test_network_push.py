@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import socket
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 import milepost
 import pytest
+from forked import forked
 from milepost.errors import TransportError
 from milepost.testing.engines import make_weights
 from milepost.weights.transport import EngineInfo, RankInfo, World
@@ -24,16 +24,12 @@ HELD = 15.0
 """Seconds that a push may wait for a member that does not answer."""
 
 
-FORK = multiprocessing.get_context("fork")
-"""A process that starts anew would spend ten seconds of a core on importing torch."""
-
-
 class Worker:
     """A process of `push_worker`."""
 
     def __init__(self, run: Callable[..., None], *arguments: Any) -> None:
-        self.pipe, theirs = FORK.Pipe()
-        self.process = FORK.Process(target=run, args=(theirs, *arguments), daemon=True)
+        self.pipe, theirs = forked().Pipe()
+        self.process = forked().Process(target=run, args=(theirs, *arguments), daemon=True)
         self.process.start()
         theirs.close()
 

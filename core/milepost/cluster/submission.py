@@ -35,6 +35,10 @@ T = TypeVar("T")
 MAX_BYTES = 500 * 2**20
 """What Ray takes as the working folder of a job."""
 POLL_SECONDS = 0.5
+AGENT_SECONDS = 30.0
+"""How long a cluster that says it has no agent for jobs yet is asked again."""
+_NO_AGENT = "No available agent"
+"""What Ray's head says before the agent of its node is up."""
 _JOB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _CLIENT_PARTS = ("ray", "requests", "aiohttp")
 """What `ray[default]` installs for sending jobs."""
@@ -195,22 +199,38 @@ class JobClient:
     def submit(self, command: str, folder: Path, name: str | None = None, num_cpus: float = 0) -> str:
         """Upload a folder and start a shell command in it, on the cluster; return the job's name.
 
-        Raises ClusterError if the name is in use, or the cluster refuses the job.
+        A cluster that has just been started takes no jobs before its agent is up; it is asked again for
+        `AGENT_SECONDS`. Raises ClusterError if the name is in use, or the cluster refuses the job.
         """
         if name is not None:
             if not _JOB_NAME.fullmatch(name):
                 raise ClusterError(f"{name!r} is no name of a job; expected letters, digits, `.`, `_` and `-`")
             if any(name in (job.submission_id, job.job_id) for job in self._asked(self._client.list_jobs)):
                 raise ClusterError(f"the cluster has a job {name!r} already; choose another --submission-id")
-        submitted: str = self._asked(
-            lambda: self._client.submit_job(
-                entrypoint=command,
-                submission_id=name,
-                runtime_env={"working_dir": str(folder)},
-                entrypoint_num_cpus=num_cpus or None,
-            )
-        )
-        return submitted
+
+        def send() -> str:
+            deadline = time.monotonic() + AGENT_SECONDS
+            while True:
+                try:
+                    submitted: str = self._client.submit_job(
+                        entrypoint=command,
+                        submission_id=name,
+                        runtime_env={"working_dir": str(folder)},
+                        entrypoint_num_cpus=num_cpus or None,
+                    )
+                except RuntimeError as error:
+                    if _NO_AGENT not in str(error):
+                        raise
+                    if time.monotonic() > deadline:
+                        raise ClusterError(
+                            f"the Ray cluster at {self.address} has no agent that takes jobs; if another cluster on "
+                            "its machine holds the agent's port, start it with --dashboard-agent-listen-port=PORT"
+                        ) from error
+                    time.sleep(POLL_SECONDS)
+                else:
+                    return submitted
+
+        return self._asked(send)
 
     def follow(self, job: str, show: Callable[[str], None]) -> Ended:
         """Show the job's log as it is written, and return how the job ended.
