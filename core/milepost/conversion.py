@@ -25,15 +25,12 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
+from milepost.config.converted import INDEX_SUFFIX, RECORD, WEIGHTS, is_converted, weight_files
 from milepost.errors import CheckpointError, MilepostError
 from milepost.export import WEIGHT_SUFFIXES, check_target, replacing
 from milepost.registry import Registry
 
-RECORD = "milepost-conversion.json"
-"""What a conversion was made of."""
 HF = "hf"
-WEIGHTS = "weights"
-INDEX_SUFFIX = ".index.json"
 ALIVE_INTERVAL = 1.0
 """Seconds after which the parent looks whether its workers still live."""
 
@@ -70,11 +67,6 @@ class Job:
     recipe: str
     plugins: Mapping[str, Any]
     """Settings that make the registry again."""
-
-
-def is_converted(folder: Path) -> bool:
-    """Whether a folder is what `convert` makes of a Hugging Face folder."""
-    return (folder / RECORD).is_file() and (folder / WEIGHTS).is_dir()
 
 
 def convert(
@@ -135,7 +127,7 @@ def fingerprint(source: Path, to: Format = "torch_dist") -> str:
     """
     if to == "hf":
         return str(_record(source)["fingerprint"])
-    files = [*_weight_files(source), *_beside(source)]
+    files = [*weight_files(source), *_beside(source)]
 
     def digest(file: Path) -> str:
         with file.open("rb") as stream:
@@ -182,10 +174,6 @@ def _record(folder: Path) -> dict[str, Any]:
 
 def _has_config(folder: Path) -> bool:
     return (folder / "config.json").is_file()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    return sorted([*folder.glob("*.safetensors"), *folder.glob(f"*.safetensors{INDEX_SUFFIX}")])
 
 
 def _beside(folder: Path) -> Iterable[Path]:

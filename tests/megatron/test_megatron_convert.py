@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from commands import Command
 from megatron_cases import make_checkpoint
 from megatron_world import run_world
 from milepost.cli import cli
+from milepost.config.converted import RECORD
 from safetensors.torch import load_file, save_file
 
 
@@ -109,3 +114,60 @@ def test_what_cannot_be_converted_is_said_and_left_alone(tmp_path: Path) -> None
         assert (done.exit_code, message in done.stderr) == (2, True), done.stderr
     assert [file.name for file in home.iterdir()] == ["thesis.tex"]
     assert {entry.name for entry in tmp_path.iterdir()} == {"model", "home"}
+
+
+def starting_weights(rank: int, path: str, converted: str, section: dict[str, int]) -> None:
+    """Save what actor and critic begin with when ranks read a converted folder."""
+    from megatron_cases import CPU, Clip, make_plan
+    from milepost.training.megatron.trainer import MegatronTrainer
+    from milepost_qwen3.recipe import Qwen3Recipe
+
+    model = {"path": path, "converted": converted}
+    trainer = {"backend": "megatron", **section}
+    plan = make_plan(Path(path), critic=True, world=2, model=model, trainer=trainer)
+    made = MegatronTrainer(plan, recipe=Qwen3Recipe(), algorithm=Clip(), device=CPU, dtype=torch.float32)
+    found = {f"{role}.{k}": v.clone() for role in ("actor", "critic") for k, v in made.source(role).tensors()}
+    if rank == 0:
+        save_file(found, Path(path) / "found.safetensors")
+
+
+@pytest.mark.parametrize(("tied", "section"), [(True, {"pipeline_parallel": 2}), (False, {"tensor_parallel": 2})])
+def test_ranks_start_from_a_converted_folder(tmp_path: Path, tied: bool, section: dict[str, int]) -> None:
+    path = make_checkpoint(tmp_path / "model", tied=tied)
+    saved = in_bfloat16(path)
+    assert run_world(convert, 1, (str(path), str(tmp_path / "there"), False))[0] == [(len(saved), False)]
+    (path / "model.safetensors").unlink()  # it is not read
+    run_world(starting_weights, 2, str(path), str(tmp_path / "there"), section)
+    found = load_file(path / "found.safetensors")
+    body = {name for name in saved if name != "lm_head.weight"}
+    expected = {f"actor.{name}" for name in saved} | {f"critic.{name}" for name in body}
+    assert found.keys() == expected | {"critic.value_head.weight", "critic.value_head.bias"}
+    for name in expected:
+        assert torch.equal(found[name], saved[name.partition(".")[2]].float()), name
+
+
+def test_prepare_converts_once_and_training_asks_for_it(write_config: Callable[..., Path], workspace: Path) -> None:
+    path = write_config(model={"converted": "megatron"}, trainer={"backend": "megatron"}, cluster={"launcher": "ray"})
+    shared = (workspace / "model").resolve()
+    (workspace / "model").unlink()
+    shutil.copytree(shared, workspace / "model")
+
+    def said(*words: str) -> tuple[int, str]:
+        return Command(*words[:1], path, *words[1:], cwd=workspace).finish()
+
+    code, output = said("train")
+    assert code == 2
+    assert f"{workspace}/megatron is not there, or not what a conversion makes; milepost prepare makes it" in output
+    code, output = said("prepare", "--no-score")
+    assert (code, f"converted {workspace}/megatron: 24 tensors, " in output) == (0, True), output
+    code, output = said("prepare", "--no-score")
+    assert (code, "in torch_dist, up to date" in output) == (0, True), output
+    later = (workspace / "megatron" / RECORD).stat().st_mtime + 60
+    os.utime(workspace / "model" / "model.safetensors", (later, later))
+    code, output = said("train")
+    assert (code, f"{workspace}/megatron is older than model.safetensors in " in output) == (2, True), output
+    code, output = said("plan", "--set", "trainer.backend=torch")
+    assert (code, "model.converted: has no effect: the torch backend reads the checkpoint itself" in output) == (
+        0,
+        True,
+    )

@@ -13,17 +13,27 @@ SHOWN = 60
 @click.command()
 @config_arguments
 @run_dir_option
-@click.option("--no-score", is_flag=True, help="Only fetch; do not try the reward.")
+@click.option("--no-score", is_flag=True, help="Fetch and convert; do not try the reward.")
+@click.option(
+    "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes that share a conversion."
+)
 def prepare(
-    configs: tuple[str, ...], sets: tuple[str, ...], block: tuple[str, ...], run_dir: str | None, no_score: bool
+    configs: tuple[str, ...],
+    sets: tuple[str, ...],
+    block: tuple[str, ...],
+    run_dir: str | None,
+    no_score: bool,
+    workers: int,
 ) -> None:
-    """Fetch a run's model and data, and try its reward.
+    """Fetch a run's model and data, convert the model, and try the reward.
 
-    What run configs call by a name on the Hub goes to the Hub's cache; what is there is not fetched again. Then the
-    policy answers eight prompts greedily, and the reward scores its answers and the labels themselves.
+    What run configs call by a name on the Hub goes to the Hub's cache; what is there is not fetched again. A model
+    that `model.converted` names a folder for is converted into it, unless it was. Then the policy answers eight
+    prompts greedily, and the reward scores its answers and the labels themselves.
     """
     from milepost.config.plan import make_plan
-    from milepost.config.runnable import check_runnable
+    from milepost.config.runnable import check_installed, check_runnable
+    from milepost.conversion import convert
     from milepost.fetch import fetch, named_on_hub
 
     loaded = load(configs, sets, block, run_dir=run_dir)
@@ -32,6 +42,10 @@ def prepare(
     plan = make_plan(loaded)
     for warning in plan.warnings:
         click.echo(f"warning: {warning}", err=True)
+    if plan.converted is not None:
+        check_installed(plan)
+        done = convert(plan.model_path, plan.converted, loaded.registry, recipe=plan.model.name, workers=workers)
+        click.echo(f"converted {done}")
     if no_score:
         return
     check_runnable(plan)

@@ -124,7 +124,10 @@ def absolute_paths(loaded: Loaded) -> dict[str, Any]:
         return str(here) if here.exists() else place
 
     config = loaded.config
-    changed: dict[str, Any] = {path: move(text) for path, text in model_paths(config) if move(text) != text}
+    models = [*model_paths(config)]
+    if config.model.converted is not None:
+        models.append(("model.converted", config.model.converted))
+    changed: dict[str, Any] = {path: move(text) for path, text in models if move(text) != text}
     places = [("data.path", config.data.path)]
     places += [(f"eval.datasets.{index}.path", each.path) for index, each in enumerate(config.eval.datasets)]
     for path, value in places:

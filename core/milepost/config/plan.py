@@ -76,6 +76,14 @@ class Plan:
         return (self.num_rollouts - self.critic_warmup) * self.steps_per_rollout
 
     @property
+    def converted(self) -> Path | None:
+        """Folder of the policy's weights in Megatron's format, if the ranks are to read those."""
+        text = self.config.model.converted
+        if text is None or self.config.trainer.backend != "megatron":
+            return None
+        return resolve_path(text, self.base_dir)
+
+    @property
     def critic_warmup(self) -> int:
         """Rollouts at the start that train the critic alone."""
         return self.config.critic.warmup_rollouts if self.needs_critic else 0

@@ -102,6 +102,8 @@ class Resolver:
             if text is not None:
                 resolve = resolve_model if path in MODEL_FOLDERS else resolve_path
                 self._update(path, str(resolve(text, base_dir)))
+        if config.model.converted is not None:
+            self._update("model.converted", str(resolve_path(config.model.converted, base_dir)))
         self._update("data.path", self._data_path(config.data.path))
 
     def _data_path(self, path: DataPath) -> DataPath:

@@ -258,6 +258,8 @@ def check_placement(loaded: Loaded, layout: ModelLayout | None, model: Choice | 
             key = f"{key}_parallel"
             if getattr(trainer, key) > 1:
                 found.problem(f"trainer.{key}", "is above 1, which the torch backend cannot do; use backend: megatron")
+        if loaded.config.model.converted is not None:
+            found.warn("model.converted", "has no effect: the torch backend reads the checkpoint itself")
         if trainer.sharding == "full" and world == 1:
             found.warn("trainer.sharding", "full has no effect: there is one rank, which holds everything")
     elif world % model_parallel:

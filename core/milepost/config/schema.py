@@ -54,6 +54,9 @@ class ModelSection(Section):
 
     path: str
     """Folder of a Hugging Face checkpoint; relative paths are taken from the last run config's folder."""
+    converted: str | None = None
+    """Folder that `milepost prepare` converts the checkpoint into for Megatron, whose ranks then read their shards
+    of it; null reads the checkpoint itself."""
     recipe: str | None = None
     """Model recipe by name; default the one that serves the checkpoint's architecture."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -20,7 +20,7 @@ from milepost.tracking.records import Record, read_lines, read_records
 _SEED = re.compile(r"(?P<stem>.*?[^\W_].*?)[-_.]?(?P<word>seed|s)?[-_.=]?(?P<number>\d+)", re.IGNORECASE)
 _NOT_COMPARED = ("run.seed", "run.dir", "run.threads", "run.device", "track.", "plugins.")
 """Settings in which runs of one experiment may differ."""
-_PATHS = re.compile(r"(^|\.)(path(\.\d+)?(\.path)?|init_from)$")
+_PATHS = re.compile(r"(^|\.)(path(\.\d+)?(\.path)?|init_from|converted)$")
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from milepost.components import Algorithm
+from milepost.config.converted import WEIGHTS
 from milepost.config.files import resolve_path
 from milepost.config.plan import Plan
 from milepost.errors import ConfigError, Problem
@@ -19,7 +20,7 @@ from milepost.recipe import MegatronHalf, MegatronModel, Recipe
 from milepost.training.inputs import Metric, PolicyInputs, SampleIndex, ValueInputs
 from milepost.training.logprobs import HeadSettings
 from milepost.training.losses import MetricState, MetricSums, policy_objective, value_objective
-from milepost.training.megatron import checkpoint, parallel
+from milepost.training.megatron import checkpoint, convert, parallel
 from milepost.training.megatron.model import PolicyModel, build_pieces, load_hf, transformer_config
 from milepost.training.megatron.parallel import Parallelism
 from milepost.training.megatron.roles import FrozenRole, TrainedRole, broadcast_from_last_stage, is_finite
@@ -38,7 +39,8 @@ class MegatronTrainer:
     """Implements `milepost.training.trainer.Trainer` on every rank of the default process group.
 
     Where no process group was made, this process is the whole world. The actor is loaded at once, straight from its
-    Hugging Face folder, the critic if the plan needs one, reference and teacher when they are first asked.
+    Hugging Face folder or from what that was converted into, the critic if the plan needs one, reference and teacher
+    when they are first asked.
 
     Args:
         plan: the run.
@@ -113,7 +115,11 @@ class MegatronTrainer:
         )
         seed = self._plan.config.run.seed
         pieces = build_pieces(description, config, critic=critic, seed=seed, device=self._device)
-        load_hf(pieces, description, path)
+        converted = self._plan.converted
+        if converted is not None and path == self._plan.model_path:
+            convert.load_torch_dist(pieces, converted / WEIGHTS)
+        else:
+            load_hf(pieces, description, path)
         return pieces, config
 
     def _load_trained(self, role: Role, path: Path, num_steps: int) -> TrainedRole:
