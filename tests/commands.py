@@ -69,7 +69,7 @@ class Command:
         """What it has printed so far: stdout, then stderr."""
         return self.stdout + self.stderr
 
-    def finish(self, timeout: float = 240) -> tuple[int, str]:
+    def finish(self, timeout: float = 400) -> tuple[int, str]:
         """Wait for its end; return its exit code and all of its output.
 
         Kills it and fails the test, with what it printed, after `timeout` seconds.
@@ -81,7 +81,7 @@ class Command:
             raise AssertionError(f"{self._words} did not end in {timeout:g} s; its output:\n{self.output}")
         return code, self.output
 
-    def wait_until(self, condition: Callable[[], object], timeout: float = 240) -> None:
+    def wait_until(self, condition: Callable[[], object], timeout: float = 400) -> None:
         """Wait until `condition()` holds. Fails the test, with what the command printed, if it ends before that.
 
         Kills it and fails the test after `timeout` seconds.

@@ -176,7 +176,7 @@ def test_a_job_trains_and_its_exit_code_is_the_commands(write_config: Write, wor
     assert "asks for a token, and the one that is set is not it" in output
     assert secret not in output
 
-    left.wait_until(lambda: "job two at" in left.stderr)
+    left.wait_until(lambda: "Running entrypoint for job two" in left.stdout)
     left.send_signal(signal.SIGINT)
     code, output = left.finish()
     assert code == 130, output

@@ -129,7 +129,7 @@ def test_a_run_outlives_an_engine_and_a_restart_outlives_a_rank(write_config: Wr
     (folder / "score.py").write_text(KILLING_REWARD)
     (folder / "dying.py").write_text(DYING_TRANSPORT)
     command = ["train", path, "--no-progress", "--max-restarts", "1"]
-    code, output = Command(*command, cwd=folder, environment=ray_environment()).finish(timeout=280)
+    code, output = Command(*command, cwd=folder, environment=ray_environment()).finish(timeout=500)
     assert code == 0, output
 
     # the engine: lost in the second rollout, started again, and filled alone with what the other one served

@@ -245,7 +245,12 @@ class JobClient:
             async for text in self._client.tail_job_logs(job):
                 show(text)
 
-        self._asked(lambda: asyncio.run(tail()), job)
+        # Not asyncio.run, which turns Ctrl-C into a cancellation that what is awaited here may keep to itself.
+        loop = asyncio.new_event_loop()
+        try:
+            self._asked(lambda: loop.run_until_complete(tail()), job)
+        finally:
+            loop.close()
         while not (info := self._asked(lambda: self._client.get_job_info(job), job)).status.is_terminal():
             time.sleep(POLL_SECONDS)  # the log ends a moment before the job does
         code = info.driver_exit_code

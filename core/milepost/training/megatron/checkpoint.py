@@ -45,6 +45,7 @@ def save(folder: Path, role: TrainedRole) -> None:
     role.wait_for_optimizer()
     weights = _weights(role)
     state: dict[str, Any] = {**weights, "num_steps": role.num_steps, "optimizer_name": role.settings.name}
+    state["num_optimizers"] = len(role.optimizer.chained_optimizers)
     if role.num_steps and role.settings.name == "adam":
         state["optimizer"] = _optimizer(role, weights, loading=False)
     dist_checkpointing.save(state, str(folder))
@@ -59,6 +60,14 @@ def load(folder: Path, role: TrainedRole) -> None:
         raise CheckpointError(
             f"{folder} is of optimizer {name!r}, this run's is {role.settings.name!r}; set optimizer.name to what it "
             "was, or start a new run with checkpoint.init_from"
+        )
+    # Megatron has an optimizer of its own for experts that ranks share, and finds the state of one in neither shape.
+    count = len(role.optimizer.chained_optimizers)
+    if common.get("num_optimizers", count) != count:
+        saved = "whole on" if count > 1 else "shared by"
+        raise CheckpointError(
+            f"{folder} was saved with experts {saved} its ranks, in this run they are not, and the optimizer's state "
+            "does not go over; set trainer.expert_parallel to what it was, or start a new run with checkpoint.init_from"
         )
     role.wait_for_optimizer()
     weights = _weights(role)
