@@ -54,13 +54,13 @@ class ModelSection(Section):
 
     path: str
     """Folder of a Hugging Face checkpoint; relative paths are taken from the last run config's folder."""
-    converted: str | None = None
-    """Folder that `milepost prepare` converts the checkpoint into for Megatron, whose ranks then read their shards
-    of it; null reads the checkpoint itself."""
     recipe: str | None = None
     """Model recipe by name; default the one that serves the checkpoint's architecture."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    converted: str | None = None
+    """Folder that `milepost prepare` converts the checkpoint into for Megatron, whose ranks then read their shards
+    of it; null reads the checkpoint itself."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
 
