@@ -114,6 +114,8 @@ def _run(
     """Be `python -m WORDS` in the folder `cwd`, writing to the files `stdout` and `stderr` in `output`."""
     if own_group:
         os.setpgid(0, 0)
+    # As a terminal starts it; what runs the tests may have been started in the background, where SIGINT is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
