@@ -102,6 +102,7 @@ def convert(
     name = registry.for_architecture(architecture(config), recipe).name
     stamp = {"format": to, "recipe": name, "fingerprint": fingerprint(source, to)}
     if not force and (made := _up_to_date(out, stamp)) is not None:
+        (out / RECORD).touch()  # as new as what it was just compared with
         return made
     if out.absolute() == source.absolute():
         raise MilepostError(f"{out} is the input; give another folder")

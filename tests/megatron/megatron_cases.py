@@ -20,6 +20,15 @@ VOCAB = 61
 LENGTHS = [7, 12, 5, 9, 12, 3, 10, 8, 17, 6, 4, 11, 9, 2, 13, 8]
 TEMPERATURE = 0.8
 CPU = torch.device("cpu")
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 2,
+    "pad_token_id": None,
+}
+"""What makes a tiny `qwen3_moe` checkpoint of two layers with four experts."""
 
 
 class Clip:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron_cases import (
     CPU,
+    EXPERTS,
     Clip,
     make_batch,
     make_checkpoint,
@@ -21,14 +22,6 @@ from megatron_world import run_world
 from milepost.weights.source import ModuleSource
 from safetensors.torch import load_file
 
-SIZES = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "norm_topk_prob": True,
-    "num_hidden_layers": 2,
-    "pad_token_id": None,
-}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "single_recompute": (1, {"recompute": "selective"}),
@@ -94,7 +87,7 @@ def two_steps(rank: int, path: str, cases: list[tuple[str, int]]) -> list[dict[s
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoModelForCausalLM
 
-    path = make_checkpoint(tmp_path_factory.mktemp("moe") / "model", "qwen3_moe", **SIZES)
+    path = make_checkpoint(tmp_path_factory.mktemp("moe") / "model", "qwen3_moe", **EXPERTS)
     batch = make_batch()
     noise = 0.3 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(9))
     with torch.no_grad():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cases import CPU, Clip, make_batch, make_checkpoint, make_plan, make_tiny_schedule
+from megatron_cases import CPU, EXPERTS, Clip, make_batch, make_checkpoint, make_plan, make_tiny_schedule
 from megatron_world import run_world
 from milepost.errors import CheckpointError
 
@@ -20,14 +20,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "cp2": (2, {"context_parallel": 2}),
     "ep2": (2, {"expert_parallel": 2}),
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "norm_topk_prob": True,
-    "num_hidden_layers": 2,
-    "pad_token_id": None,
 }
 OPTIMIZER = {"name": "adam", "lr": 0.02, "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 1.0, "warmup_steps": 5}
 

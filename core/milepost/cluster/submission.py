@@ -124,10 +124,7 @@ def absolute_paths(loaded: Loaded) -> dict[str, Any]:
         return str(here) if here.exists() else place
 
     config = loaded.config
-    models = [*model_paths(config)]
-    if config.model.converted is not None:
-        models.append(("model.converted", config.model.converted))
-    changed: dict[str, Any] = {path: move(text) for path, text in models if move(text) != text}
+    changed: dict[str, Any] = {path: move(text) for path, text in model_paths(config) if move(text) != text}
     places = [("data.path", config.data.path)]
     places += [(f"eval.datasets.{index}.path", each.path) for index, each in enumerate(config.eval.datasets)]
     for path, value in places:
@@ -245,12 +242,7 @@ class JobClient:
             async for text in self._client.tail_job_logs(job):
                 show(text)
 
-        # Not asyncio.run, which turns Ctrl-C into a cancellation that what is awaited here may keep to itself.
-        loop = asyncio.new_event_loop()
-        try:
-            self._asked(lambda: loop.run_until_complete(tail()), job)
-        finally:
-            loop.close()
+        self._asked(lambda: asyncio.run(tail()), job)
         while not (info := self._asked(lambda: self._client.get_job_info(job), job)).status.is_terminal():
             time.sleep(POLL_SECONDS)  # the log ends a moment before the job does
         code = info.driver_exit_code

@@ -14,6 +14,8 @@ from milepost.errors import Problem
 
 MODEL_FOLDERS = ("model.path", "reference.path", "teacher.path", "critic.init_from")
 """Hugging Face checkpoint folders."""
+FOLDERS = (*MODEL_FOLDERS, "checkpoint.init_from", "model.converted")
+"""Those, and folders that milepost wrote."""
 MAX_SHOWN = 200
 """Characters of a path that a message shows."""
 
@@ -60,9 +62,9 @@ def data_sources(sections: Mapping[str, Any] | RunConfig) -> Iterator[tuple[str,
 
 
 def model_paths(sections: Mapping[str, Any] | RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, text) of every checkpoint folder that a run config names."""
+    """Yield (dotted path, text) of every folder of weights that a run config names."""
     get = sections.get if isinstance(sections, Mapping) else lambda name: getattr(sections, name)
-    for path in (*MODEL_FOLDERS, "checkpoint.init_from"):
+    for path in FOLDERS:
         section, _, key = path.partition(".")
         text = getattr(get(section), key, None)
         if text is not None:
@@ -90,6 +92,8 @@ def missing_files(
 
 
 def _missing_model(path: str, text: str, base_dir: Path) -> str | None:
+    if path == "model.converted":
+        return None  # `milepost prepare` makes it from what is planned here
     if path == "checkpoint.init_from":
         place = resolve_path(text, base_dir)
         return None if place.is_dir() else _missing(text, place, base_dir, "a checkpoint folder", name=False)

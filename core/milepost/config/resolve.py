@@ -13,7 +13,7 @@ from milepost.components import AlgorithmTraits
 from milepost.config.batch import BatchIdentity
 from milepost.config.choices import component_sections, kernel_keys, resolved_options
 from milepost.config.documents import leaves
-from milepost.config.files import MODEL_FOLDERS, resolve_data, resolve_model, resolve_path
+from milepost.config.files import FOLDERS, MODEL_FOLDERS, resolve_data, resolve_model, resolve_path
 from milepost.config.loading import Loaded
 from milepost.config.rules import Roles
 from milepost.config.schema import DatasetFields, EvalDataset, RewardSection, RunConfig
@@ -96,14 +96,12 @@ class Resolver:
 
     def _absolute_paths(self) -> None:
         config, base_dir = self.loaded.config, self.loaded.base_dir
-        for path in (*MODEL_FOLDERS, "checkpoint.init_from"):
+        for path in FOLDERS:
             section, _, key = path.partition(".")
             text = self.updates.get(section, {}).get(key, getattr(getattr(config, section), key))
             if text is not None:
                 resolve = resolve_model if path in MODEL_FOLDERS else resolve_path
                 self._update(path, str(resolve(text, base_dir)))
-        if config.model.converted is not None:
-            self._update("model.converted", str(resolve_path(config.model.converted, base_dir)))
         self._update("data.path", self._data_path(config.data.path))
 
     def _data_path(self, path: DataPath) -> DataPath:
