@@ -13,14 +13,23 @@ NUM_CPUS = 4
 HEAD = f"""
 import functools
 import sys
+import tempfile
 import ray
 import ray._private.parameter as parameter
+from ray._private.utils import write_ray_address
 # One agent on a machine gets the port that all ask for; what it serves, jobs, is refused by the others.
 parameter.RayParams = functools.partial(parameter.RayParams, dashboard_agent_listen_port=0)
 dashboard = "--dashboard" in sys.argv
-context = ray.init(address="local", num_cpus={NUM_CPUS}, include_dashboard=dashboard, log_to_driver=False)
-print(context.dashboard_url if dashboard else context.address_info["gcs_address"], flush=True)
-sys.stdin.read()
+with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+    context = ray.init(
+        address="local", num_cpus={NUM_CPUS}, include_dashboard=dashboard, log_to_driver=False, _temp_dir=folder
+    )
+    address = context.address_info["gcs_address"]
+    # As `ray start` does. Jobs go to the cluster that is written here, or else to any that is found on the machine.
+    write_ray_address(address, folder)
+    print(context.dashboard_url if dashboard else address, flush=True)
+    sys.stdin.read()
+    ray.shutdown()
 """
 
 
